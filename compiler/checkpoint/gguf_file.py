@@ -1,0 +1,82 @@
+"""Reads a GGUF file as if it were a Hugging Face checkpoint."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .architectures import build_config, check_tensors
+from .base import Checkpoint, read_json_object, token_ids
+from .gguf_config import architecture_of, gguf_config
+from .gguf_reader import GgufReader, GgufTensor
+from .gguf_tensors import hf_names, read_tensor, to_hf_layout
+from .gguf_tokenizer import end_of_turn_ids, write_gguf_tokenizer
+
+if TYPE_CHECKING:
+    import torch
+
+
+class GgufCheckpoint(Checkpoint):
+    """A single-file GGUF of one of `GGUF_ARCHITECTURES`."""
+
+    def __init__(self, path: Path, *, config_override: Path | None = None) -> None:
+        self.path = path
+        self._reader = GgufReader(path)
+        self._architecture = architecture_of(self._reader)
+        name = self._reader.metadata.get("general.name")
+        self.name = name if isinstance(name, str) and name else path.stem
+        if config_override is None:
+            self.config = gguf_config(self._reader)
+        else:
+            self.config = build_config(read_json_object(config_override), config_override)
+        self._stored: dict[str, GgufTensor] = {
+            hf: self._reader.tensors[stored]
+            for hf, stored in hf_names(self._architecture, self._reader.tensors).items()
+        }
+        self._names = check_tensors(
+            str(path),
+            self.config,
+            {name: tensor.shape for name, tensor in self._stored.items()},
+            allow_extra_layers=config_override is not None,
+        )
+
+    @cached_property
+    def generation_config(self) -> dict[str, object]:
+        config = self.config
+        ids = token_ids(config.eos_token_id, end_of_turn_ids(self._reader))
+        values: dict[str, object] = {"eos_token_id": ids}
+        for key in ("bos_token_id", "pad_token_id"):
+            if (value := getattr(config, key, None)) is not None:
+                values[key] = value
+        return values
+
+    @property
+    def has_tokenizer(self) -> bool:
+        return "tokenizer.ggml.tokens" in self._reader.metadata
+
+    def tensor_names(self) -> frozenset[str]:
+        return self._names
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._find(name).shape
+
+    def dtype(self, name: str) -> str:
+        return self._find(name).type_name
+
+    def tensor(self, name: str) -> torch.Tensor:
+        return to_hf_layout(
+            name,
+            read_tensor(self._reader, self._find(name)),
+            architecture=self._architecture,
+            heads=self.config.num_attention_heads,
+            kv_heads=self.config.num_key_value_heads,
+        )
+
+    def write_tokenizer(self, out: Path) -> None:
+        write_gguf_tokenizer(self._reader, out)
+
+    def _find(self, name: str) -> GgufTensor:
+        if name not in self._names:
+            raise self.unknown_tensor(name)
+        return self._stored[name]

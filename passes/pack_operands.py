@@ -1,0 +1,61 @@
+"""Makes the rounding of every linear's input explicit, once for each value, and folds it into the norm that makes the value."""
+
+from __future__ import annotations
+
+import operator
+from typing import cast
+
+from torch import fx
+
+from .base import Pass, PassResult
+from .dialect import llmc
+from .graph import calls, clean, insert, is_call
+from .match import operand
+
+_NORMS = (llmc.rms_norm.default, llmc.add_rms_norm.default)
+
+
+class PackOperands(Pass):
+    """A norm that feeds linears of one format writes their packed input itself; other producers get an `llmc.pack_rows`."""
+
+    name = "pack-operands"
+    summary = "pack the inputs of linears, inside the norm before them where there is one"
+    requires = frozenset({"quantized"})
+    ensures = frozenset({"operands-packed"})
+
+    def run(self, module: fx.GraphModule) -> PassResult:
+        folded = separate = 0
+        linears = list(calls(module, llmc.linear.default, llmc.linear_glu.default))
+        for source in dict.fromkeys(operand(linear) for linear in linears):
+            readers = [n for n in linears if n.args[0] is source and source is not None]
+            formats = {cast(str, n.args[-1]) for n in readers}
+            for format in sorted(formats):
+                if source is None or is_call(source, llmc.pack_rows.default) or _packs(_norm(source)):
+                    continue
+                norm = _norm(source)
+                if norm is not None and len(formats) == 1 and len(readers) == len(source.users):
+                    norm.args = (*norm.args[:-1], format)
+                    folded += 1
+                else:
+                    _insert(module.graph, source, [n for n in readers if n.args[-1] == format], format)
+                    separate += 1
+        clean(module)
+        return PassResult(changed=folded + separate > 0, matches={"in_norm": folded, "pack_rows": separate})
+
+
+def _norm(value: fx.Node) -> fx.Node | None:
+    """The norm whose normalised output `value` is."""
+    if is_call(value, operator.getitem) and value.args[1] == 0:
+        value = cast(fx.Node, value.args[0])
+    return value if is_call(value, *_NORMS) else None
+
+
+def _packs(norm: fx.Node | None) -> bool:
+    return norm is not None and norm.args[-1] != ""
+
+
+def _insert(graph: fx.Graph, source: fx.Node, readers: list[fx.Node], format: str) -> None:
+    with graph.inserting_after(source):
+        packed = insert(graph, llmc.pack_rows.default, source, format)
+    for reader in readers:
+        reader.replace_input_with(source, packed)

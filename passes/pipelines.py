@@ -1,0 +1,47 @@
+"""The order of the passes: one literal list for each backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from .base import Pass
+from .canonicalise import Canonicalise
+from .fuse_add_norm import FuseAddNorm
+from .fuse_gate_up import FuseGateUp
+from .fuse_glu import FuseGlu
+from .fuse_qkv import FuseQkv
+from .fuse_rms_norm import FuseRmsNorm
+from .fuse_rope import FuseRope
+from .fuse_rope_append import FuseRopeAppend
+from .insert_kv_cache import InsertKvCache
+from .pack_operands import PackOperands
+from .plan_memory import PlanMemory
+from .quantize import Quantize, QuantizeOptions
+from .split_phases import SplitPhases
+
+
+def cpu_pipeline(
+    *, quantization: QuantizeOptions, max_tokens: int, operand_row_bytes: Callable[[str, int], int]
+) -> tuple[Pass, ...]:
+    """Passes from a traced graph to one that maps kernel for kernel to a CPU program."""
+    return (
+        # the traced aten graph, tidied
+        Canonicalise(),
+        # aten subgraphs to dialect operators
+        FuseRmsNorm(),
+        FuseRope(),
+        FuseGlu(),
+        # dialect operators to larger ones
+        FuseQkv(),
+        FuseGateUp(),
+        FuseAddNorm(),
+        # the step contract
+        InsertKvCache(),
+        FuseRopeAppend(),
+        # numbers
+        Quantize(quantization),
+        PackOperands(),
+        # execution
+        SplitPhases(),
+        PlanMemory(max_tokens, operand_row_bytes),
+    )

@@ -1,0 +1,92 @@
+"""Maps a safetensors file and hands out the addresses of its tensors, after checking every figure in its header."""
+
+from __future__ import annotations
+
+import math
+import mmap
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from ..errors import BundleError
+from .program import WeightSpec
+
+ALIGNMENT = 64
+MAX_HEADER_BYTES = 100_000_000
+
+ITEM_BYTES = {
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
+    "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8,
+}  # fmt: skip
+
+
+class TensorEntry(msgspec.Struct, frozen=True):
+    """One tensor of a safetensors header; `data_offsets` count from the end of the header."""
+
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
+
+
+class WeightFile:
+    """The tensors of a mapped file. The mapping stays open as long as this object or an array from it lives."""
+
+    def __init__(self, data: bytes | mmap.mmap, where: Path) -> None:
+        """Check the header of `data`, the whole file; raises BundleError."""
+        self.where = where
+        self.data_start, self.entries = _parse_header(data, where)
+        self._bytes = np.frombuffer(data, dtype=np.uint8)
+
+    def addresses(self, specs: list[WeightSpec]) -> list[int]:
+        """The address of each tensor of `specs`, which must be exactly the file's tensors; raises BundleError."""
+        missing = [spec.name for spec in specs if spec.name not in self.entries]
+        if missing:
+            raise BundleError(f"{self.where}: {len(missing)} weights of program.json are absent, first {missing[0]!r}")
+        extra = sorted(set(self.entries) - {spec.name for spec in specs})
+        if extra:
+            raise BundleError(f"{self.where}: {len(extra)} weights are not in program.json, first {extra[0]!r}")
+        base = self._bytes.ctypes.data + self.data_start
+        addresses = []
+        for spec in specs:
+            entry = self.entries[spec.name]
+            if (entry.dtype, entry.shape) != (spec.dtype, spec.shape):
+                raise BundleError(
+                    f"{self.where}: weight {spec.name!r} is {entry.dtype} {entry.shape}, but program.json says "
+                    f"{spec.dtype} {spec.shape}"
+                )
+            address = base + entry.data_offsets[0]
+            if address % ALIGNMENT:
+                raise BundleError(f"{self.where}: weight {spec.name!r} does not start on a {ALIGNMENT}-byte boundary")
+            addresses.append(address)
+        return addresses
+
+
+def _parse_header(data: bytes | mmap.mmap, where: Path) -> tuple[int, dict[str, TensorEntry]]:
+    if len(data) < 8:
+        raise BundleError(f"{where}: {len(data)} bytes is too short for a safetensors file")
+    length = int.from_bytes(data[:8], "little")
+    if length > min(len(data) - 8, MAX_HEADER_BYTES):
+        raise BundleError(f"{where}: the header claims {length} bytes, but the file has {len(data) - 8} after its length")
+    try:
+        raw = msgspec.json.decode(data[8 : 8 + length], type=dict[str, msgspec.Raw])
+        raw.pop("__metadata__", None)
+        entries = {name: msgspec.json.decode(value, type=TensorEntry) for name, value in raw.items()}
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise BundleError(f"{where}: the safetensors header is damaged: {error}") from None
+    end = 0
+    for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
+        if entry.dtype not in ITEM_BYTES:
+            raise BundleError(f"{where}: weight {name!r} has dtype {entry.dtype!r}; known are {', '.join(ITEM_BYTES)}")
+        size = math.prod(entry.shape) * ITEM_BYTES[entry.dtype]
+        start, stop = entry.data_offsets
+        if any(dimension < 0 for dimension in entry.shape) or start != end or stop - start != size:
+            raise BundleError(
+                f"{where}: weight {name!r} {entry.dtype} {entry.shape} lies at bytes {start} to {stop}; expected "
+                f"{end} to {end + size}: the header is damaged"
+            )
+        end = stop
+    found = len(data) - 8 - length
+    if end != found:
+        raise BundleError(f"{where}: the weights end at byte {end} of the data, but the file holds {found}")
+    return 8 + length, entries
