@@ -61,7 +61,7 @@ def _folder(text: str) -> Path:
     return path
 
 
-HOME = Variable[Path](
+HOME: Variable[Path] = Variable(
     name="LLMC_HOME",
     type="a folder",
     default="~/.llmc",
@@ -69,7 +69,7 @@ HOME = Variable[Path](
     parse=_folder,
     make_default=lambda: Path.home() / ".llmc",
 )
-CACHE = Variable[Path](
+CACHE: Variable[Path] = Variable(
     name="LLMC_CACHE",
     type="a folder",
     default="$LLMC_HOME/cache",
@@ -77,7 +77,7 @@ CACHE = Variable[Path](
     parse=_folder,
     make_default=lambda: HOME.get() / "cache",
 )
-DUMP_DIR = Variable["Path | None"](
+DUMP_DIR: Variable[Path | None] = Variable(
     name="LLMC_DUMP_DIR",
     type="a folder",
     default="no dumps",
@@ -85,7 +85,7 @@ DUMP_DIR = Variable["Path | None"](
     parse=_folder,
     make_default=lambda: None,
 )
-LOG = Variable[str](
+LOG: Variable[str] = Variable(
     name="LLMC_LOG",
     type=f"one of {', '.join(_LOG_LEVELS)}",
     default="warning",
@@ -93,7 +93,7 @@ LOG = Variable[str](
     parse=_log_level,
     make_default=lambda: "warning",
 )
-NUM_THREADS = Variable["int | None"](
+NUM_THREADS: Variable[int | None] = Variable(
     name="LLMC_NUM_THREADS",
     type="a whole number from 1 to 1024",
     default="the CPUs this process may use",

@@ -96,6 +96,7 @@ def _rooted(graph: fx.Graph, wrapper: nn.Module, constants: dict[str, Tensor]) -
                 table.constants[name] = constants[name]
             else:
                 table[name] = Weight(sources=(name,), shape=tuple(values[name].shape))
+        _forget_device(node)
     module = fx.GraphModule(root, graph)
     module.meta["weights"] = table
     for node in graph.nodes:
@@ -103,6 +104,14 @@ def _rooted(graph: fx.Graph, wrapper: nn.Module, constants: dict[str, Tensor]) -
             node.meta["val"] = torch.empty(1, EXAMPLE_TOKENS, dtype=torch.long, device="meta")
     propagate_shapes(module)
     return module
+
+
+def _forget_device(node: fx.Node) -> None:
+    """Export wrote the meta device into casts and asserts; without it the graph runs wherever its inputs are."""
+    node.kwargs = {name: value for name, value in node.kwargs.items() if name != "device"}
+    if node.target is torch.ops.aten.to.device:
+        node.target = torch.ops.aten.to.dtype
+        node.args = (node.args[0], node.args[2])
 
 
 def _constants(model: nn.Module) -> dict[str, Tensor]:

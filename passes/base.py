@@ -23,8 +23,8 @@ class Pass(ABC):
     """One rewrite.
 
     `requires` and `ensures` are names of graph properties; a pipeline is refused when a pass runs before what it requires
-    has been ensured. `lossy` passes change the numbers on purpose, so verification reports their error but does not fail on it.
-    A pass never prints, times or dumps; instruments around it do.
+    has been ensured. `lossy` passes change the numbers on purpose, so verification reports their error but does not fail on it. A
+    `required` pass that matches nothing in a pipeline is an error. A pass never prints, times or dumps; instruments around it do.
     """
 
     name: ClassVar[str]
@@ -32,6 +32,7 @@ class Pass(ABC):
     requires: ClassVar[frozenset[str]] = frozenset()
     ensures: ClassVar[frozenset[str]] = frozenset()
     lossy: ClassVar[bool] = False
+    required: ClassVar[bool] = False
 
     @abstractmethod
     def run(self, module: fx.GraphModule) -> PassResult:

@@ -23,6 +23,7 @@ class FuseAddNorm(Pass):
     summary = "residual add, optional post-norm and the next norm to llmc.add_rms_norm"
     requires = frozenset({"norms-fused"})
     ensures = frozenset({"add-norm-fused"})
+    required = True
 
     def run(self, module: fx.GraphModule) -> PassResult:
         fused = with_post_norm = 0

@@ -24,6 +24,7 @@ class FuseGateUp(Pass):
     summary = "gate and up projections and llmc.glu to one linear with a gated epilogue"
     requires = frozenset({"glu-fused"})
     ensures = frozenset({"gate-up-fused"})
+    required = True
 
     def run(self, module: fx.GraphModule) -> PassResult:
         fused = sum(_fuse(module, glu) for glu in calls(module, llmc.glu.default))

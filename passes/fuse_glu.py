@@ -20,6 +20,7 @@ class FuseGlu(Pass):
     summary = "activation and product to llmc.glu"
     requires = frozenset({"canonical"})
     ensures = frozenset({"glu-fused"})
+    required = True
 
     def run(self, module: fx.GraphModule) -> PassResult:
         fused = sum(_fuse(module.graph, node) for node in calls(module, aten.silu.default, aten.gelu.default))

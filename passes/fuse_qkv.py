@@ -21,6 +21,7 @@ class FuseQkv(Pass):
     summary = "three projections of attention to one linear and three slices"
     requires = frozenset({"rope-fused", "norms-fused"})
     ensures = frozenset({"qkv-fused"})
+    required = True
 
     def run(self, module: fx.GraphModule) -> PassResult:
         fused = already = 0

@@ -22,6 +22,7 @@ class FuseRmsNorm(Pass):
     summary = "pow, mean, rsqrt and two products to llmc.rms_norm"
     requires = frozenset({"canonical"})
     ensures = frozenset({"norms-fused"})
+    required = True
 
     def run(self, module: fx.GraphModule) -> PassResult:
         fused = sum(_fuse(module.graph, rsqrt) for rsqrt in calls(module, aten.rsqrt.default))

@@ -22,6 +22,7 @@ class FuseRope(Pass):
     summary = "rotary embedding of queries and keys to llmc.rope"
     requires = frozenset({"canonical"})
     ensures = frozenset({"rope-fused"})
+    required = True
 
     def run(self, module: fx.GraphModule) -> PassResult:
         fused = sum(_fuse(module, cat) for cat in calls(module, aten.cat.default))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias, cast
 
@@ -72,9 +72,19 @@ def is_call(node: object, *targets: Operator) -> bool:
 
 def insert(graph: fx.Graph, target: Operator, *arguments: Argument) -> fx.Node:
     """Add a call at the graph's insertion point, with its shape computed by the operator's own fake."""
-    node = graph.call_function(target, tuple(arguments))
+    node = graph.create_node("call_function", target, tuple(arguments), {}, name=_name(target, arguments))
     node.meta["val"] = target(*(a.meta["val"] if isinstance(a, fx.Node) else a for a in arguments))
     return node
+
+
+def _name(target: Operator, arguments: Sequence[Argument]) -> str:
+    """What a reader of a dump would call the result: the path of the first stored matrix or vector, else the operator."""
+    short = getattr(target, "__name__", str(target)).split(".")[0]
+    stored = [str(a.target) for a in arguments if isinstance(a, fx.Node) and a.op == "get_attr"]
+    paths = [path for path in stored if path.endswith(".weight")]
+    if not paths or short in ("rope_paged_attention", "embedding"):
+        return short
+    return paths[0].removeprefix("model.").removesuffix(".weight").replace(".", "_")
 
 
 def insert_weight(module: fx.GraphModule, name: str, weight: Weight) -> fx.Node:

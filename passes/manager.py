@@ -76,6 +76,11 @@ class PassManager:
         start = time.perf_counter()
         result: PassResult = step.run(module)
         seconds = time.perf_counter() - start
+        if step.required and not any(result.matches.values()):
+            raise PassError(
+                f"{step.name}: found nothing to fuse ({step.summary}), expected at least one match; the operators are "
+                f"{', '.join(before)}; file an issue with the model's config"
+            )
         record = PassRecord(
             name=step.name,
             summary=step.summary,

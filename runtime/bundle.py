@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import mmap
+import os
 import sys
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Literal
+
+import msgspec
 
 from ..errors import BundleError, UsageError
 from .integrity import check_hash, check_relative, locate, read_file
@@ -23,6 +26,7 @@ SHARED_FILES = (
     "tokenizer_config.json",
     "chat_template.jinja",
 )
+_BACKENDS = ("cpu",)
 _REQUIRED_FILES = ("config.json", "tokenizer.json")
 
 
@@ -34,7 +38,7 @@ class Bundle:
     """
 
     def __init__(self, root: Path, manifest: Manifest, entry: TargetEntry, verify: Verify) -> None:
-        """Use `Bundle.open`; this starts the hashing of the files that the target `entry` needs."""
+        """Use `Bundle.open`, which chooses `entry`; this starts the hashing of the files that the target needs."""
         self.root = root
         self.manifest = manifest
         self.entry = entry
@@ -50,16 +54,25 @@ class Bundle:
 
     @classmethod
     def open(
-        cls, path: str | Path, *, target: str | None = None, verify: Verify = "full", wait: bool = True
+        cls,
+        path: str | Path,
+        *,
+        target: str | None = None,
+        verify: Verify = "full",
+        wait: bool = True,
+        any_machine: bool = False,
     ) -> Bundle:
-        """Open the bundle at `path` for `target`, by default the first in the manifest that this machine can run.
+        """Open the bundle at `path` for `target`, by default the first in the manifest that runs here.
 
         `verify="sizes"` skips the hashes. With `wait=False` hashing goes on in the background: call `check()` before
-        the bundle is relied on as a whole. Raises BundleError, and UsageError for a target that it does not hold.
+        the bundle is relied on as a whole. With `any_machine` a target may be one that cannot run here. Raises
+        BundleError, and UsageError for a target that the bundle does not hold.
         """
         root = Path(path)
         manifest = read_manifest(root)
         bundle = cls(root, manifest, _choose(manifest, root, target), verify)
+        if not any_machine:
+            check_machine(bundle.program.backend, bundle.entry.name, root)
         if wait:
             bundle.check()
         return bundle
@@ -79,10 +92,17 @@ class Bundle:
         if name not in self._contents:
             raise BundleError(f"{self.root / name}: the manifest does not name it; compile the bundle again")
         content = self._contents[name].result()
-        return content if isinstance(content, bytes) else content[:]
+        assert isinstance(content, bytes)  # only the weights are mapped
+        return content
+
+    def take(self, name: str) -> bytes:
+        """Like `read`, but the bytes are not kept: for a large file that is read once."""
+        content = self.read(name)
+        del self._contents[name]
+        return content
 
     def weight_addresses(self) -> list[int]:
-        """Addresses of the weights in the order of program.json, valid while this object lives; raises BundleError."""
+        """Addresses of the weights in program.json's order, valid while this object lives; raises BundleError."""
         if self._weights is None:
             name = self.entry.weights
             self._weights = WeightFile(self._contents[name].result(), self.root / name)
@@ -94,13 +114,11 @@ class Bundle:
         self._contents[name].result()
         return self.paths[name]
 
-    def extra_files(self) -> list[str]:
-        """Files in the folder that the manifest does not name, sorted; they are never read."""
-        found = (path.relative_to(self.root).as_posix() for path in self.root.rglob("*") if not path.is_dir())
-        return sorted(set(found) - set(self.manifest.files) - {MANIFEST_NAME})
-
     def _load(self, name: str) -> bytes | mmap.mmap:
-        content = read_file(self.paths[name])
+        try:
+            content = read_file(self.paths[name], mapped=name == self.entry.weights)
+        except OSError as error:
+            raise BundleError(f"{self.root / name}: {error.strerror}; check its permissions") from None
         if self._verify == "full":
             check_hash(content, self.manifest.files[name], self.root / name)
         return content
@@ -116,7 +134,10 @@ class Bundle:
         file = self.manifest.files[name]
         if file.size > MAX_PROGRAM_BYTES:
             raise BundleError(f"{self.root / name}: {file.size} bytes; expected at most {MAX_PROGRAM_BYTES}")
-        data = self.paths[name].read_bytes()
+        try:
+            data = self.paths[name].read_bytes()
+        except OSError as error:
+            raise BundleError(f"{self.root / name}: {error.strerror}; check its permissions") from None
         if verify == "full":
             check_hash(data, file, self.root / name)
         program = decode_program(data, str(self.root / name))
@@ -124,7 +145,6 @@ class Bundle:
             raise BundleError(
                 f"{self.root / name}: target is {program.target!r}, but the manifest lists it as {self.entry.name!r}"
             )
-        check_machine(program.backend, program.target, self.root)
         for library in program.libraries.values():
             if self._library_name(library) not in self.manifest.files:
                 raise BundleError(f"{self.root / name}: library {library[:200]!r} is not among the manifest's files")
@@ -136,8 +156,8 @@ class Bundle:
 
     def _needed_files(self) -> list[str]:
         libraries = [self._library_name(file) for file in self.program.libraries.values()]
-        # Small files first: the weights take longest, and what waits for a small file should not wait for them.
-        return [*(name for name in SHARED_FILES if self.has(name)), *libraries, self.entry.weights]
+        # The weights first: they take longest, and must be under way before the caller keeps the interpreter busy.
+        return [self.entry.weights, *(name for name in SHARED_FILES if self.has(name)), *libraries]
 
 
 def read_manifest(root: Path) -> Manifest:
@@ -148,7 +168,9 @@ def read_manifest(root: Path) -> Manifest:
         raise BundleError(f"{root}: not a bundle: found {found} there, expected the folder that 'llmc compile' wrote")
     try:
         if not path.is_file():
-            raise BundleError(f"{root}: not a bundle: it holds no {MANIFEST_NAME}; expected the output of 'llmc compile'")
+            raise BundleError(
+                f"{root}: not a bundle: it holds no {MANIFEST_NAME}; expected the output of 'llmc compile'"
+            )
         size = path.stat().st_size
         if size > MAX_MANIFEST_BYTES:
             raise BundleError(f"{path}: {size} bytes; expected at most {MAX_MANIFEST_BYTES}")
@@ -163,24 +185,38 @@ def read_manifest(root: Path) -> Manifest:
 
 def check_machine(backend: str, target: str, root: Path) -> None:
     """Refuse a program that this machine cannot run; raises BundleError."""
-    if backend != "cpu":
-        raise BundleError(f"{root}: target {target!r} is for backend {backend!r}; this runtime runs 'cpu'")
-    import platform
-
-    if sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64"):
+    if backend not in _BACKENDS:
         raise BundleError(
-            f"{root}: target {target!r} is for x86-64 Linux; this machine is {platform.machine()} {sys.platform}"
+            f"{root}: target {target!r} is for backend {backend!r}; this runtime runs {', '.join(_BACKENDS)}: "
+            "compile for a target of those"
         )
+    # platform.machine() would do, but importing platform costs more than the rest of this function's module.
+    machine = os.uname().machine if hasattr(os, "uname") else "unknown"
+    if (sys.platform, machine) != ("linux", "x86_64"):
+        raise BundleError(f"{root}: target {target!r} is for x86_64 linux; this machine is {machine} {sys.platform}")
+
+
+class _Backend(msgspec.Struct):
+    backend: str
 
 
 def _choose(manifest: Manifest, root: Path, target: str | None) -> TargetEntry:
     names = [entry.name for entry in manifest.targets]
-    if target is None:
-        # A name begins with its device; the program's own backend is checked again once it is read.
-        runnable = [entry for entry in manifest.targets if entry.name.startswith("cpu-")]
-        if not runnable:
-            raise BundleError(f"{root}: no target for this machine; it holds {', '.join(names)}: compile for a cpu target")
-        return runnable[0]
-    if target not in names:
-        raise UsageError(f"{root}: no target {target!r}; the bundle holds {', '.join(names)}")
-    return manifest.targets[names.index(target)]
+    if target is not None:
+        if target not in names:
+            raise UsageError(f"{root}: no target {target!r}; the bundle holds {', '.join(names)}")
+        return manifest.targets[names.index(target)]
+    if len(names) == 1:
+        return manifest.targets[0]
+    refusals = []
+    for entry in manifest.targets:
+        try:
+            if entry.program not in manifest.files:
+                raise BundleError(f"{root}: target {entry.name!r}: {entry.program[:200]!r} is not in files")
+            data = locate(root, entry.program, manifest.files[entry.program]).read_bytes()
+            check_machine(msgspec.json.decode(data, type=_Backend).backend, entry.name, root)
+        except (BundleError, OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+            refusals.append(str(error))
+        else:
+            return entry
+    raise BundleError(f"{root}: no target for this machine; it holds {', '.join(names)}; the first: {refusals[0]}")

@@ -15,7 +15,7 @@ _MAP_FROM_BYTES = 8 << 20
 
 
 def check_relative(path: str, where: str) -> None:
-    """Refuse a manifest path that is absolute or holds `..`, a backslash, NUL or an empty part; raises BundleError."""
+    """Refuse a manifest path that is absolute or holds `..`, a backslash or an empty part; raises BundleError."""
     parts = path.split("/")
     if "\\" in path or "\0" in path or any(part in ("", ".", "..") for part in parts):
         raise BundleError(
@@ -36,7 +36,9 @@ def locate(root: Path, path: str, entry: FileEntry) -> Path:
         status = real.stat()
     except (OSError, RuntimeError) as error:
         reason = getattr(error, "strerror", None) or "a loop of links"
-        raise BundleError(f"{full}: {reason}; the manifest names it with {entry.size} bytes: copy the bundle again") from None
+        raise BundleError(
+            f"{full}: {reason}; the manifest names it with {entry.size} bytes: copy the bundle again"
+        ) from None
     if not real.is_relative_to(root.resolve()):
         raise BundleError(f"{full}: a link that leads out of the bundle, to {real}; do not trust this bundle")
     if not stat.S_ISREG(status.st_mode):
@@ -61,11 +63,14 @@ def check_hash(data: bytes | mmap.mmap, entry: FileEntry, path: Path) -> None:
         )
 
 
-def read_file(path: Path) -> bytes | mmap.mmap:
-    """The bytes of a file: large ones are mapped read-only, so that they cost page cache and not memory."""
+def read_file(path: Path, *, mapped: bool | None = None) -> bytes | mmap.mmap:
+    """The bytes of a file, mapped read-only if `mapped`, so that they cost page cache and not memory.
+
+    By default large files are mapped. An empty file cannot be.
+    """
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
-        if size < _MAP_FROM_BYTES:
+        if size == 0 or not (size >= _MAP_FROM_BYTES if mapped is None else mapped):
             return file.read()
         return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
 

@@ -61,12 +61,12 @@ class _Versions(msgspec.Struct):
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """The bytes of manifest.json: sorted keys, two spaces, a final newline; the same manifest gives the same bytes."""
+    """The bytes of manifest.json: sorted keys, two spaces, a final newline; equal manifests, equal bytes."""
     return msgspec.json.format(msgspec.json.encode(manifest, order="sorted"), indent=2) + b"\n"
 
 
 def decode_manifest(data: bytes, where: str) -> Manifest:
-    """Parse manifest.json; raises BundleError. Versions come first, so that a newer bundle is called newer, not broken."""
+    """Parse manifest.json, versions first, so that a newer bundle is not called broken; raises BundleError."""
     try:
         versions = msgspec.json.decode(data, type=_Versions)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -80,7 +80,7 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
         raise BundleError(f"{where}: schema_version is {versions.schema_version}, expected 1 or more")
     if _release(versions.min_runtime, where) > _release(__version__, "llmc"):
         raise BundleError(
-            f"{where}: needs llmc {versions.min_runtime} or newer, this is {__version__}; upgrade with: pip install -U llmc"
+            f"{where}: needs llmc {versions.min_runtime} or newer, this is {__version__}: pip install -U llmc"
         )
     try:
         manifest = msgspec.json.decode(data, type=Manifest)

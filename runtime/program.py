@@ -1,4 +1,4 @@
-"""The schema of program.json: what one target's program takes, what memory it needs, and the libraries that hold it."""
+"""The schema of program.json: what one target's program takes, its memory, and the libraries that hold it."""
 
 from __future__ import annotations
 

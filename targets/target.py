@@ -20,8 +20,8 @@ Name = Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9][a-z0-9_]{0,31}\Z")]
 class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Facts of one device kind, as in `devices/<name>.toml`; `None` where a fact is unknown or differs by machine.
 
-    `levels` are instruction-set levels, lowest first, and `arch` is what the kernels are built for. Rates are peaks of
-    the data sheet: operations (a fused multiply-add is two) and bytes a second.
+    `levels` are instruction-set levels, lowest first, and `arch` is what the kernels are built for. Rates are peaks
+    of the data sheet: operations (a fused multiply-add is two) and bytes a second.
     """
 
     name: Name
@@ -84,7 +84,9 @@ def resolve_target(name: str | Path) -> Target:
         )
     close = difflib.get_close_matches(text, targets, n=1, cutoff=0.5)
     hint = f"did you mean {close[0]!r}? " if close else ""
-    raise TargetError(f"unknown target {text!r}; {hint}Valid: {', '.join(targets)}, or the path of a device .toml file")
+    raise TargetError(
+        f"unknown target {text!r}; {hint}Valid: {', '.join(targets)}, or the path of a device .toml file"
+    )
 
 
 def list_targets() -> list[Target]:
@@ -108,7 +110,7 @@ def _from_file(path: Path) -> Target:
     device = _decode(data, str(path))
     if device.default_scheme is None:
         raise TargetError(
-            f"device file {path}: no default_scheme; add default_scheme = \"{device.schemes[0]}\" to say which of "
+            f'device file {path}: no default_scheme; add default_scheme = "{device.schemes[0]}" to say which of '
             f"{', '.join(device.schemes)} is meant"
         )
     return Target(device=device, scheme=device.default_scheme)

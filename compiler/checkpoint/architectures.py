@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -40,15 +40,15 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
 }
 
-_SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "max_position_embeddings",
-)
+_SIZES = {  # field -> largest sane value: a damaged config must not cost hours or all memory
+    "vocab_size": 1 << 24,
+    "hidden_size": 1 << 20,
+    "intermediate_size": 1 << 22,
+    "num_hidden_layers": 1 << 10,
+    "num_attention_heads": 1 << 12,
+    "num_key_value_heads": 1 << 12,
+    "max_position_embeddings": 1 << 30,
+}
 _MUST_BE_OFF = (  # field, what it turns on
     ("attn_logit_softcapping", "attention softcapping"),
     ("final_logit_softcapping", "logit softcapping"),
@@ -72,10 +72,11 @@ def build_config(values: Mapping[str, object], where: Path) -> PretrainedConfig:
         raise CheckpointError(f"{where}: model_type is {model_type!r}; expected one of {', '.join(ARCHITECTURES)}")
     if model_type not in ARCHITECTURES:
         raise _unsupported("model_type", model_type, ARCHITECTURES)
+    _check_sizes({field: values[field] for field in _SIZES if values.get(field) is not None})
     try:
         config = CONFIG_MAPPING[model_type].from_dict(dict(values))
     except Exception as error:  # transformers validates with many exception types of its own
-        raise CheckpointError(f"{where}: transformers refuses this {model_type} config: {_one_line(error)}") from error
+        raise CheckpointError(f"{where}: transformers refuses the {model_type} config: {_one_line(error)}") from error
     check_supported(config)
     return config
 
@@ -88,13 +89,10 @@ def check_supported(config: PretrainedConfig) -> None:
     if (quantization := getattr(config, "quantization_config", None)) is not None:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
         raise UnsupportedModelError(
-            f"config: quantization_config says {method!r}; only unquantised safetensors and GGUF files are supported: "
+            f"config: quantization_config says {method!r}; only unquantised safetensors and GGUF are supported: "
             "start from the original 16-bit checkpoint"
         )
-    for field in _SIZES:
-        value = getattr(config, field, None)
-        if not isinstance(value, int) or value < 1:
-            raise UnsupportedModelError(f"config: {field} is {value!r}; expected a positive integer")
+    _check_sizes({field: getattr(config, field, None) for field in _SIZES})
     if config.num_attention_heads % config.num_key_value_heads:
         raise UnsupportedModelError(
             f"config: num_attention_heads={config.num_attention_heads} is not a multiple of "
@@ -105,22 +103,35 @@ def check_supported(config: PretrainedConfig) -> None:
             f"config: hidden_size={config.hidden_size} is not a multiple of "
             f"num_attention_heads={config.num_attention_heads}, and head_dim is not given"
         )
-    activation = getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None)
+    padding = getattr(config, "pad_token_id", None)
+    if padding is not None and not -config.vocab_size <= padding < config.vocab_size:
+        raise CheckpointError(
+            f"config: pad_token_id is {padding}, expected an id below vocab_size={config.vocab_size}"
+        )
+    activation = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
     if activation not in architecture.activations:
         field = "hidden_activation" if config.model_type == "gemma3_text" else "hidden_act"
         raise _unsupported(field, activation, architecture.activations)
     for field, meaning in _MUST_BE_OFF:
         if value := getattr(config, field, None):
-            raise UnsupportedModelError(f"config: {field}={value!r} ({meaning}); only models without it are supported")
+            raise UnsupportedModelError(f"config: {field}={value!r} ({meaning}) is not supported; expected it unset")
     for layer_type in getattr(config, "layer_types", None) or ():
         if layer_type not in ("full_attention", "sliding_attention"):
             raise _unsupported("layer_types", layer_type, ("full_attention", "sliding_attention"))
     _check_rope(config, architecture)
 
 
+def _check_sizes(values: Mapping[str, object]) -> None:
+    for field, value in values.items():
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _SIZES[field]:
+            raise UnsupportedModelError(
+                f"config: {field} is {value!r}; expected an integer from 1 to {_SIZES[field]}"
+            )
+
+
 def _check_rope(config: PretrainedConfig, architecture: Architecture) -> None:
     rope = config.rope_parameters or {}
-    nested = {key: value for key, value in rope.items() if isinstance(value, dict)}  # one dict per layer type (Gemma 3)
+    nested = {key: value for key, value in rope.items() if isinstance(value, dict)}  # per layer type
     for key, parameters in nested.items() or [("", rope)]:
         field = f"rope_parameters.{key}.rope_type" if key else "rope_parameters.rope_type"
         rope_type = parameters.get("rope_type", "default")
@@ -134,15 +145,21 @@ def _check_rope(config: PretrainedConfig, architecture: Architecture) -> None:
 def expected_shapes(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every parameter of the causal LM; a tied `lm_head.weight` is left out.
 
-    Builds the transformers model on the `meta` device, so it takes no memory for weights.
+    Builds the transformers model on the `meta` device, so it takes no memory for weights. Raises `CheckpointError` if
+    the config's sizes contradict each other.
     """
     import torch
     import transformers
 
     causal_lm = getattr(transformers, ARCHITECTURES[config.model_type].causal_lm)
-    with torch.device("meta"):
-        model = causal_lm(config)
-    model.tie_weights()
+    try:
+        with torch.device("meta"):
+            model = causal_lm(config)
+        model.tie_weights()
+    except Exception as error:  # sizes that contradict each other surface as any exception of torch's
+        raise CheckpointError(
+            f"config: transformers cannot build this {config.model_type}: {_one_line(error)}"
+        ) from error
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
@@ -191,7 +208,7 @@ def _examples(items: list[str]) -> str:
     return ", ".join(items[:3]) + (", ..." if len(items) > 3 else "")
 
 
-def _unsupported(field: str, found: object, supported: Mapping[str, object] | tuple[str, ...]) -> UnsupportedModelError:
+def _unsupported(field: str, found: object, supported: Iterable[str]) -> UnsupportedModelError:
     return UnsupportedModelError(f"config: {field} {found!r} is not supported; supported: {', '.join(supported)}")
 
 

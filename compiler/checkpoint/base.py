@@ -84,6 +84,15 @@ def write_json(path: Path, value: object) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
+def generation_defaults(config: PretrainedConfig, *end_of_turn: object) -> dict[str, object]:
+    """The special ids of a generation_config.json: those the config names, and every id that ends a turn."""
+    values: dict[str, object] = {"eos_token_id": token_ids(getattr(config, "eos_token_id", None), *end_of_turn)}
+    for key in ("bos_token_id", "pad_token_id"):
+        if (value := getattr(config, key, None)) is not None:
+            values[key] = value
+    return values
+
+
 def token_ids(*values: object) -> list[int]:
     """The sorted union of ids given as an int, a list of ints or None; a negative id means none."""
     ids: set[int] = set()

@@ -19,7 +19,6 @@ GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3")
 
 _ROPE_FACTORS = "rope_freqs.weight"
 _GEMMA3_27B_LAYERS = 62  # llama.cpp recognises the 27B model, whose attention scale differs, by its layer count
-_GEMMA3_PATTERN = 6  # every sixth layer attends to everything
 
 
 class _Keys:
@@ -31,7 +30,7 @@ class _Keys:
 
     def integer(self, name: str, default: int | None = None) -> int:
         value = self._get(name, default)
-        if isinstance(value, np.ndarray) and value.size and (value == value[0]).all():  # one count per layer, all equal
+        if isinstance(value, np.ndarray) and value.size and (value == value[0]).all():  # one per layer
             value = value[0].item()
         if not isinstance(value, int) or isinstance(value, bool):
             raise self._wrong(name, value, "one integer for all layers")
@@ -41,7 +40,7 @@ class _Keys:
         value = self._get(name, default)
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise self._wrong(name, value, "a number")
-        return float(value)
+        return float(str(np.float32(value)))  # the decimal that was written, not its float32 neighbour
 
     def text(self, name: str, default: str) -> str:
         value = self._get(name, default)
@@ -92,19 +91,20 @@ def gguf_config_values(reader: GgufReader) -> dict[str, object]:
     """The contents that config.json would have."""
     architecture = architecture_of(reader)
     keys = _Keys(reader, architecture)
-    heads = keys.integer("attention.head_count")
+    if (heads := keys.integer("attention.head_count")) < 1:
+        raise CheckpointError(f"{reader.path}: metadata attention.head_count is {heads}, expected 1 or more")
     hidden = keys.integer("embedding_length")
     if keys.integer("expert_count", 0):
-        raise UnsupportedModelError(f"{reader.path}: {architecture}.expert_count: mixtures of experts are not supported")
+        raise UnsupportedModelError(f"{reader.path}: mixtures of experts are not supported (expert_count > 0)")
     embedding = reader.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise CheckpointError(f"{reader.path}: no matrix token_embd.weight; convert the model to GGUF again")
-    head_dim = keys.integer("attention.key_length", hidden // heads if heads else None)
+    head_dim = keys.integer("attention.key_length", hidden // heads)
     if keys.integer("attention.value_length", head_dim) != head_dim:
         raise UnsupportedModelError(f"{reader.path}: keys and values of different lengths are not supported")
     if (rotary := keys.integer("rope.dimension_count", head_dim)) != head_dim:
         raise UnsupportedModelError(
-            f"{reader.path}: rotary embedding of {rotary} of {head_dim} dimensions is not supported for {architecture}"
+            f"{reader.path}: rotary embedding of {rotary} of {head_dim} dimensions is not supported here"
         )
     values: dict[str, object] = {
         "model_type": architecture,
@@ -139,27 +139,20 @@ def gguf_config_values(reader: GgufReader) -> dict[str, object]:
 
 def _gemma3_values(keys: _Keys, values: Mapping[str, object]) -> dict[str, object]:
     layers, hidden, heads = (keys.integer(k) for k in ("block_count", "embedding_length", "attention.head_count"))
-    pattern = keys.integer("attention.sliding_window_pattern", _GEMMA3_PATTERN)
     full: dict[str, object] = {"rope_type": "default", "rope_theta": keys.number("rope.freq_base", 1_000_000.0)}
     if (kind := keys.text("rope.scaling.type", "none")) != "none":
         full |= {"rope_type": kind, "factor": keys.number("rope.scaling.factor")}
     local = {"rope_type": "default", "rope_theta": keys.number("rope.freq_base_swa", 10_000.0)}
-    optional = {
-        hf: keys.number(name)
-        for name, hf in (
-            ("attn_logit_softcapping", "attn_logit_softcapping"),
-            ("final_logit_softcapping", "final_logit_softcapping"),
-        )
-        if keys.has(name)
+    optional: dict[str, object] = {
+        name: keys.number(name) for name in ("attn_logit_softcapping", "final_logit_softcapping") if keys.has(name)
     }
+    if keys.has("attention.sliding_window_pattern"):  # transformers, too, makes every sixth layer full by default
+        optional["sliding_window_pattern"] = keys.integer("attention.sliding_window_pattern")
     return {
         "model_type": "gemma3_text",
         "hidden_activation": "gelu_pytorch_tanh",
         "query_pre_attn_scalar": hidden // heads if layers == _GEMMA3_27B_LAYERS else values["head_dim"],
         "sliding_window": keys.integer("attention.sliding_window"),
-        "layer_types": [
-            "sliding_attention" if (layer + 1) % pattern else "full_attention" for layer in range(layers)
-        ],
         "rope_parameters": {"full_attention": full, "sliding_attention": local},
         **optional,
     }
@@ -171,14 +164,16 @@ def _rope(keys: _Keys, reader: GgufReader, head_dim: int) -> dict[str, object]:
     # Old files give a linear factor without naming the type.
     factor = keys.number("rope.scaling.factor", keys.number("rope.scale_linear", 1.0))
     if kind not in ("none", "linear"):
-        raise UnsupportedModelError(f"{reader.path}: rope.scaling.type {kind!r} is not supported; supported: none, linear")
-    if factor not in (0.0, 1.0) and kind != "none" or keys.has("rope.scale_linear") and factor != 1.0:
+        raise UnsupportedModelError(
+            f"{reader.path}: rope.scaling.type {kind!r} is not supported; supported: none, linear"
+        )
+    if factor not in (0.0, 1.0) and (kind == "linear" or keys.has("rope.scale_linear")):
         rope |= {"rope_type": "linear", "factor": factor}
     if (tensor := reader.tensors.get(_ROPE_FACTORS)) is None:
         return rope
     if tensor.type_name != "F32" or tensor.shape != (head_dim // 2,):
         raise CheckpointError(
-            f"{reader.path}: {_ROPE_FACTORS} is {tensor.type_name} {list(tensor.shape)}, expected F32 [{head_dim // 2}]"
+            f"{reader.path}: {_ROPE_FACTORS} is {tensor.type_name}{list(tensor.shape)}, expected F32[{head_dim // 2}]"
         )
     factors = reader.data(tensor).view(np.float32)
     if np.all(factors == 1.0):
@@ -197,7 +192,8 @@ def _llama3_rope(path: Path, factors: np.ndarray, theta: float, head_dim: int) -
     low, high = 1.0, 4.0
     for original in (8192, *(2**power for power in range(9, 18))):
         smooth = (original / wavelength - low) / (high - low)
-        blend = 1 / ((1 - smooth) / factor + smooth)
+        with np.errstate(all="ignore"):  # a hostile factor of 0 or NaN just fails to match
+            blend = 1 / ((1 - smooth) / factor + smooth)
         rebuilt = np.where(wavelength < original / high, 1.0, np.where(wavelength > original / low, factor, blend))
         if np.allclose(rebuilt, factors, rtol=1e-4):
             return {

@@ -6,12 +6,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ...errors import CheckpointError
 from .architectures import build_config, check_tensors
-from .base import Checkpoint, read_json_object, token_ids
+from .base import Checkpoint, generation_defaults, read_json_object
 from .gguf_config import architecture_of, gguf_config
 from .gguf_reader import GgufReader, GgufTensor
 from .gguf_tensors import hf_names, read_tensor, to_hf_layout
-from .gguf_tokenizer import end_of_turn_ids, write_gguf_tokenizer
+from .gguf_tokenizer import write_gguf_tokenizer
+from .gguf_vocabulary import end_of_turn_ids
 
 if TYPE_CHECKING:
     import torch
@@ -41,15 +43,16 @@ class GgufCheckpoint(Checkpoint):
             allow_extra_layers=config_override is not None,
         )
 
+        tokens = self._reader.metadata.get("tokenizer.ggml.tokens")
+        if isinstance(tokens, list) and len(tokens) > self.config.vocab_size:
+            raise CheckpointError(
+                f"{path}: {len(tokens)} tokens but {self.config.vocab_size} rows of token_embd.weight; "
+                "convert the model to GGUF again"
+            )
+
     @cached_property
     def generation_config(self) -> dict[str, object]:
-        config = self.config
-        ids = token_ids(config.eos_token_id, end_of_turn_ids(self._reader))
-        values: dict[str, object] = {"eos_token_id": ids}
-        for key in ("bos_token_id", "pad_token_id"):
-            if (value := getattr(config, key, None)) is not None:
-                values[key] = value
-        return values
+        return generation_defaults(self.config, *end_of_turn_ids(self._reader))
 
     @property
     def has_tokenizer(self) -> bool:

@@ -25,7 +25,8 @@ SUPPORTED_TYPES = (
 _MAX_DIMS = 4
 _STRING, _ARRAY = 8, 9
 _SCALARS: dict[int, str] = {  # GGUF value type -> struct and numpy format
-    **{0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "<u1", 10: "<u8", 11: "<i8", 12: "<f8"},
+    **dict(zip(range(8), ("<u1", "<i1", "<u2", "<i2", "<u4", "<i4", "<f4", "<u1"), strict=True)),
+    **dict(zip(range(10, 13), ("<u8", "<i8", "<f8"), strict=True)),
 }
 _BOOL = 7
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from functools import cached_property
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...errors import CheckpointError, UnsupportedModelError
 from .architectures import build_config, check_tensors
-from .base import Checkpoint, read_json_object, token_ids
+from .base import Checkpoint, generation_defaults, read_json_object
 from .huggingface_tokenizer import end_of_turn_ids, has_tokenizer_files, write_tokenizer_files
 
 if TYPE_CHECKING:
     import torch
-    from safetensors import safe_open
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 STORED_TYPES = ("F32", "F16", "BF16")
 
 # Prefixes of multimodal and backbone-only checkpoints, first match wins: stored prefix -> causal LM prefix.
@@ -39,17 +39,20 @@ class HuggingFaceCheckpoint(Checkpoint):
         self.name = name or path.resolve().name
         config_file = config_override or path / "config.json"
         if not config_file.is_file():
-            hint = "merge the adapter into its base model first" if (path / "adapter_config.json").is_file() else (
-                "expected a folder written by save_pretrained"
-            )
+            adapter = (path / "adapter_config.json").is_file()
+            hint = "merge the adapter into its base model first" if adapter else "expected a save_pretrained folder"
             raise CheckpointError(f"{config_file}: no such file; {hint}")
         self.config = build_config(read_json_object(config_file), config_file)
-        self._files: dict[str, safe_open] = {}
+        self._files: dict[str, Any] = {}  # shard -> safe_open handle, which has no type stubs
         self._stored: dict[str, tuple[str, str]] = {}  # HF name -> (shard, stored name)
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._dtypes: dict[str, str] = {}
         for stored, shard in self._weight_map().items():
             self._add(stored, shard)
+        if self.config.tie_word_embeddings and EMBEDDING not in self._stored and LM_HEAD in self._stored:
+            tables: tuple[dict[str, Any], ...] = (self._stored, self._shapes, self._dtypes)
+            for table in tables:  # the one matrix was saved under the other of its two names
+                table[EMBEDDING] = table.pop(LM_HEAD)
         self._names = check_tensors(
             str(path), self.config, self._shapes, allow_extra_layers=config_override is not None
         )
@@ -64,11 +67,8 @@ class HuggingFaceCheckpoint(Checkpoint):
     def generation_config(self) -> dict[str, object]:
         file = self.path / "generation_config.json"
         values = read_json_object(file) if file.is_file() else {}
-        for key in ("bos_token_id", "pad_token_id"):
-            if values.get(key) is None and getattr(self.config, key, None) is not None:
-                values[key] = getattr(self.config, key)
-        ids = token_ids(values.get("eos_token_id"), self.config.eos_token_id, end_of_turn_ids(self.path))
-        return {**values, "eos_token_id": ids}
+        defaults = generation_defaults(self.config, values.get("eos_token_id"), *end_of_turn_ids(self.path))
+        return {**defaults, **values, "eos_token_id": defaults["eos_token_id"]}
 
     @property
     def has_tokenizer(self) -> bool:
@@ -127,7 +127,7 @@ class HuggingFaceCheckpoint(Checkpoint):
         held = {shard: set(self._open(shard).keys()) for shard in shards}
         for stored, shard in weight_map.items():
             if stored not in held[shard]:
-                raise CheckpointError(f"{index}: lists {stored} in {shard}, which does not hold it; download both again")
+                raise CheckpointError(f"{index}: lists {stored} in {shard}, which lacks it; download both again")
         return weight_map
 
     def _no_safetensors(self) -> str:
@@ -142,7 +142,7 @@ class HuggingFaceCheckpoint(Checkpoint):
             return f"found {stray[0]} but neither {SINGLE_FILE} nor {INDEX_FILE}; rename the file or add its index"
         return f"no {SINGLE_FILE} or {INDEX_FILE}; expected a folder with safetensors weights"
 
-    def _open(self, shard: str) -> safe_open:
+    def _open(self, shard: str) -> Any:
         from safetensors import SafetensorError, safe_open
 
         if shard not in self._files:
@@ -150,9 +150,7 @@ class HuggingFaceCheckpoint(Checkpoint):
             try:
                 self._files[shard] = safe_open(file, framework="pt")
             except (SafetensorError, OSError) as error:
-                raise CheckpointError(
-                    f"{file}: not a whole safetensors file ({error}); download it again"
-                ) from error
+                raise CheckpointError(f"{file}: not a whole safetensors file ({error}); download it again") from error
         return self._files[shard]
 
     def _add(self, stored: str, shard: str) -> None:
@@ -173,4 +171,5 @@ class HuggingFaceCheckpoint(Checkpoint):
 
 def _stays_inside(shard: str) -> bool:
     path = PurePosixPath(shard)
-    return bool(shard) and "\\" not in shard and "\0" not in shard and not path.is_absolute() and ".." not in path.parts
+    plain = bool(shard) and "\\" not in shard and "\0" not in shard
+    return plain and not path.is_absolute() and ".." not in path.parts

@@ -19,7 +19,7 @@ def has_tokenizer_files(folder: Path) -> bool:
 def write_tokenizer_files(folder: Path, out: Path) -> None:
     """Write tokenizer.json, tokenizer_config.json and chat_template.jinja (if the model has one) into `out`."""
     if not has_tokenizer_files(folder):
-        raise CheckpointError(f"{folder}: no tokenizer.json or tokenizer.model; copy the model's tokenizer files there")
+        raise CheckpointError(f"{folder}: no tokenizer.json or tokenizer.model; copy the model's files there")
     out.mkdir(parents=True, exist_ok=True)
     if (folder / "tokenizer.json").is_file():
         _check_loads(folder / "tokenizer.json")
@@ -54,8 +54,13 @@ def end_of_turn_ids(folder: Path) -> list[int]:
 
 
 def _tokenizer_config(folder: Path) -> dict[str, object]:
-    file = folder / "tokenizer_config.json"
-    return read_json_object(file) if file.is_file() else {}
+    """Older checkpoints name some special tokens only in special_tokens_map.json."""
+    files = [folder / "special_tokens_map.json", folder / "tokenizer_config.json"]
+    merged: dict[str, object] = {}
+    for file in files:
+        if file.is_file():
+            merged |= {key: value for key, value in read_json_object(file).items() if value is not None}
+    return merged
 
 
 def _content(token: object) -> str | None:
@@ -91,7 +96,7 @@ def _convert(folder: Path, out: Path) -> None:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), use_fast=True, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
         backend = tokenizer.backend_tokenizer
     except Exception as error:  # transformers raises many types, among them ImportError for absent sentencepiece
         raise CheckpointError(

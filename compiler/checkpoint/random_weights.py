@@ -10,7 +10,7 @@ import numpy as np
 
 from ...errors import CheckpointError
 from .architectures import ARCHITECTURES, build_config, expected_shapes
-from .base import Checkpoint, read_json_object, token_ids
+from .base import Checkpoint, generation_defaults, read_json_object
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +38,7 @@ class ConfigOnlyCheckpoint(Checkpoint):
 
     @property
     def generation_config(self) -> dict[str, object]:
-        return {"eos_token_id": token_ids(self.config.eos_token_id)}
+        return generation_defaults(self.config)
 
     @property
     def has_tokenizer(self) -> bool:
@@ -67,4 +67,4 @@ class ConfigOnlyCheckpoint(Checkpoint):
         return torch.from_numpy(values).to(getattr(torch, self._dtype))
 
     def write_tokenizer(self, out: Path) -> None:
-        raise CheckpointError(f"{self.path}: a config has no tokenizer; compile a checkpoint to get one in the bundle")
+        raise CheckpointError(f"{self.path}: a config alone has no tokenizer; compile a checkpoint to get one")

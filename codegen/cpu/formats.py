@@ -1,0 +1,67 @@
+"""The stored formats of matrices by the names users see (`f32`, `bf16`, `int8`, `int4-g32`), and how a matrix becomes one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+
+from ...errors import UsageError
+from . import packing
+from .packing import Array, Format
+
+_KINDS: dict[str, Format] = {"f32": "f32", "bf16": "bf16", "int8": "i8", "int4": "i4"}
+_NAMES = {kind: name for name, kind in _KINDS.items()}
+_DTYPES = {"f32": "F32", "bf16": "BF16", "i8": "U8", "i4": "U8"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MatrixFormat:
+    """`kind` names the kernels' format; `group` is the number of columns that share a scale, for i4 alone."""
+
+    kind: Format
+    group: int | None = None
+
+    @classmethod
+    def parse(cls, name: str) -> MatrixFormat:
+        """`"int4-g32"` -> kind i4 with groups of 32."""
+        base, _, group = name.partition("-g")
+        if base not in _KINDS or (base == "int4") != group.isdigit():
+            raise UsageError(f"matrix format {name!r} is unknown; formats are f32, bf16, int8 and int4-g<group size>")
+        return cls(kind=_KINDS[base], group=int(group) if group else None)
+
+    def __str__(self) -> str:
+        return f"{_NAMES[self.kind]}-g{self.group}" if self.group else _NAMES[self.kind]
+
+    @property
+    def dtype(self) -> str:
+        """Safetensors type of the data tensor."""
+        return _DTYPES[self.kind]
+
+    def data_shape(self, blocks: int, columns: int) -> list[int]:
+        """Shape of the data tensor of `blocks` blocks of 16 rows and `columns` padded columns."""
+        per_word = {"f32": 1, "bf16": 2, "i8": 4, "i4": 8}[self.kind]
+        lanes = [packing.BLOCK] if self.kind == "f32" else [packing.BLOCK, min(per_word, 4)]
+        return [blocks, columns // per_word, *lanes]
+
+    def pack(self, value: Array) -> list[Array]:
+        """The data tensor and, for integers, the scale tensor of a float32 matrix `[N, K]`."""
+        if self.kind == "f32":
+            return [packing.pack_f32(value)]
+        if self.kind == "bf16":
+            return [packing.pack_bf16(packing.to_bf16(value))]
+        if self.kind == "i8":
+            return list(packing.pack_int8(*packing.quantize_int8(value, search=True)))
+        return list(packing.pack_int4(*packing.quantize_int4(value, cast(int, self.group), search=True)))
+
+    def unpack(self, tensors: list[Array], shape: tuple[int, int]) -> Array:
+        """The float32 matrix that packed tensors stand for."""
+        return packing.unpack(self.kind, tensors[0], tensors[1] if len(tensors) > 1 else None, *shape, self.group)
+
+
+def decode_matrix(value: Array, format: str) -> Array:
+    """A float32 matrix as it comes back after being stored in `format`."""
+    parsed = MatrixFormat.parse(format)
+    rows, columns = value.shape
+    return np.asarray(parsed.unpack(parsed.pack(value), (rows, columns)), dtype=np.float32)

@@ -1,0 +1,218 @@
+// Attention of a tile of rows over one aligned chunk of keys: the arithmetic that prefill and decode share.
+//
+// A row is one (token, query head); the rows of a tile share a kv head, so that a key or value is loaded once for all
+// of them. A chunk yields (m, l, O): the largest score, the sum of exp(score - m), and that sum weighted by the values.
+// Chunks are merged in ascending order, as in FlashAttention. Chunk borders are absolute positions, and keys that a row
+// does not see add exact zeros, so a row gets the same bits in any tile, batch or phase.
+#pragma once
+
+#include <type_traits>
+
+#include "kv_pool.hpp"
+
+namespace llmc {
+
+constexpr int kChunk = 128;  // keys
+constexpr int kChunkBlocks = kChunk / kBlock;
+
+struct AttentionArgs {
+  const llmc_step_args* step;
+  const float* qkv;
+  int ldq, HQ, HKV;
+  float scale;
+  int window;
+  float softcap;
+  float* out;
+  int ldo;
+};
+
+// Rows [first_row, first_row + rows) of the (token, head of kv_head) pairs of one sequence.
+struct RowTile {
+  int sequence, kv_head, first_row, rows, group;  // group: query heads of one kv head
+
+  LLMC_INLINE int token(const llmc_step_args& step, int r) const {
+    return step.query_start[sequence] + (first_row + r) / group;
+  }
+  LLMC_INLINE int head(int r) const { return kv_head * group + (first_row + r) % group; }
+  // Keys [begin, end) that row r sees.
+  LLMC_INLINE int begin(const AttentionArgs& a, int r) const {
+    const int oldest = a.step->positions[token(*a.step, r)] - a.window + 1;
+    return a.window > 0 && oldest > 0 ? oldest : 0;
+  }
+  LLMC_INLINE int end(const AttentionArgs& a, int r) const { return a.step->positions[token(*a.step, r)] + 1; }
+  LLMC_INLINE int first_chunk(const AttentionArgs& a) const { return begin(a, 0) / kChunk; }
+  LLMC_INLINE int chunk_end(const AttentionArgs& a) const { return static_cast<int>(ceil_div(end(a, rows - 1), kChunk)); }
+};
+
+// Where a tile's partial result or running state lies: D floats of O for each row, then m and l.
+template <int D>
+struct State {
+  static constexpr int kWidth = static_cast<int>(round_up(D, kBlock));
+  float *sum, *m, *l;
+  State(float* p, int rows) : sum(p), m(p + rows * kWidth), l(m + rows) {}
+  static constexpr int64_t floats(int rows) { return round_up(int64_t{rows} * (kWidth + 2), kBlock); }
+};
+
+// Scratch of one thread: the tile's queries in the pool's element type, and its scores.
+template <int D>
+struct TileScratch {
+  static constexpr int kWidth = static_cast<int>(round_up(D, kBlock));
+  float *queries, *scores;
+  TileScratch(float* p, int rows) : queries(p), scores(p + rows * kWidth) {}
+  static constexpr int64_t floats(int rows) { return int64_t{rows} * (kWidth + kChunk); }
+};
+
+// Calls f(first, constant count) for pieces of `rows` that are powers of two, at most LARGEST.
+template <int LARGEST, class Function>
+LLMC_INLINE void each_rows(int rows, Function&& f) {
+  int r = 0;
+  for (; r + LARGEST <= rows; r += LARGEST) f(r, std::integral_constant<int, LARGEST>{});
+  if constexpr (LARGEST > 4) {
+    if (rows - r >= 4) f(r, std::integral_constant<int, 4>{}), r += 4;
+  }
+  if constexpr (LARGEST > 2) {
+    if (rows - r >= 2) f(r, std::integral_constant<int, 2>{}), r += 2;
+  }
+  if (rows - r >= 1) f(r, std::integral_constant<int, 1>{});
+}
+
+template <int D, class KV>
+void load_queries(const AttentionArgs& a, const RowTile& tile, TileScratch<D> scratch) {
+  for (int r = 0; r < tile.rows; ++r) {
+    const float* q = a.qkv + int64_t{tile.token(*a.step, r)} * a.ldq + tile.head(r) * D;
+    auto* out = reinterpret_cast<typename KV::Element*>(scratch.queries) + r * D;
+    for (int d = 0; d < D; ++d) out[d] = KV::narrow(q[d]);
+  }
+}
+
+// scores[r][16 keys] = q[r] . k, for ROWS rows and one block of keys.
+template <int D, class KV, int ROWS>
+LLMC_INLINE void score_block(const typename KV::Element* q, const typename KV::Element* keys, float* scores) {
+  F16 acc[ROWS];
+  LLMC_UNROLL for (int r = 0; r < ROWS; ++r) acc[r] = zero();
+  if constexpr (KV::kPairs) {
+    for (int d = 0; d < D; d += 2)
+      LLMC_UNROLL for (int r = 0; r < ROWS; ++r) acc[r] = dot_bf16(acc[r], keys + d * kBlock, load_u32(q + r * D + d));
+  } else {
+    for (int d = 0; d < D; ++d) {
+      const F16 k = load(keys + d * kBlock);
+      LLMC_UNROLL for (int r = 0; r < ROWS; ++r) acc[r] = fma(set1(q[r * D + d]), k, acc[r]);
+    }
+  }
+  LLMC_UNROLL for (int r = 0; r < ROWS; ++r) store(scores + r * kChunk, acc[r]);
+}
+
+// Turns a row's scores into exp(score - m); keys outside of [begin, end) become 0. Offsets are within the chunk.
+LLMC_INLINE void softmax_row(const AttentionArgs& a, float* scores, int first_block, int end_block, int begin, int end,
+                             float* m, float* l) {
+  F16 largest = set1(-kInfinity), total = zero();
+  for (int b = first_block; b < end_block; ++b) {
+    F16 s = load(scores + b * kBlock) * set1(a.scale);
+    if (a.softcap > 0) s = set1(a.softcap) * tanh(s / set1(a.softcap));
+    const int low = begin - b * kBlock, high = end - b * kBlock;
+    if (low > 0 || high < kBlock) {
+      const int from = low < 0 ? 0 : low > kBlock ? kBlock : low, to = high < 0 ? 0 : high > kBlock ? kBlock : high;
+      s = keep_lanes(s, from, to, -kInfinity);
+    }
+    largest = max(s, largest);
+    store(scores + b * kBlock, s);
+  }
+  *m = reduce_max(largest);
+  const F16 base = set1(*m == -kInfinity ? 0.0f : *m);  // nothing seen: all exponents become 0, not NaN
+  for (int b = first_block; b < end_block; ++b) {
+    const F16 p = exp(load(scores + b * kBlock) - base);
+    total = total + p;
+    store(scores + b * kBlock, p);
+  }
+  *l = reduce_add(total);
+}
+
+// out[r][channels from C on] = sum over keys [begin, end) of the chunk of weight[r][key] * value[key].
+template <int D, class KV, int ROWS, int C = 0>
+LLMC_INLINE void weigh_values(const KvLayer<D, KV>& cache, const int32_t* blocks, int head, const float* weights,
+                              int begin, int end, float* out) {
+#ifdef LLMC_AVX512
+  constexpr int kSpan = 64;  // channels: 4 vectors x 4 rows of accumulators
+#else
+  constexpr int kSpan = 32;
+#endif
+  constexpr int kVectors = static_cast<int>(ceil_div(D - C < kSpan ? D - C : kSpan, kBlock));
+  F16 acc[ROWS][kVectors];
+  LLMC_UNROLL for (int r = 0; r < ROWS; ++r)
+    LLMC_UNROLL for (int v = 0; v < kVectors; ++v) acc[r][v] = zero();
+  for (int key = begin; key < end;) {
+    const auto* values = cache.values(blocks[key / kBlock], head) + C;
+    const int stop = end < (key / kBlock + 1) * kBlock ? end : (key / kBlock + 1) * kBlock;
+    for (; key < stop; ++key) {
+      F16 value[kVectors];
+      LLMC_UNROLL for (int v = 0; v < kVectors; ++v)
+        value[v] = KV::load_values(values + key % kBlock * D + v * kBlock, D - C - v * kBlock);
+      LLMC_UNROLL for (int r = 0; r < ROWS; ++r)
+        LLMC_UNROLL for (int v = 0; v < kVectors; ++v)
+          acc[r][v] = fma(set1(weights[r * kChunk + key]), value[v], acc[r][v]);
+    }
+  }
+  LLMC_UNROLL for (int r = 0; r < ROWS; ++r)
+    LLMC_UNROLL for (int v = 0; v < kVectors; ++v) store(out + r * State<D>::kWidth + C + v * kBlock, acc[r][v]);
+  if constexpr (C + kSpan < D) weigh_values<D, KV, ROWS, C + kSpan>(cache, blocks, head, weights, begin, end, out);
+}
+
+// The partial result of one chunk, into `part`.
+template <int D, class KV>
+void attend_chunk(const AttentionArgs& a, const KvLayer<D, KV>& cache, const RowTile& tile, int chunk,
+                  TileScratch<D> scratch, State<D> part) {
+#ifdef LLMC_AVX512
+  constexpr int kScoreRows = 8, kValueRows = 4;
+#else
+  constexpr int kScoreRows = 4, kValueRows = 2;
+#endif
+  using Element = typename KV::Element;
+  const int origin = chunk * kChunk;
+  const int32_t* blocks = a.step->block_table + int64_t{tile.sequence} * a.step->max_blocks + chunk * kChunkBlocks;
+  const int first = tile.begin(a, 0) - origin, last = tile.end(a, tile.rows - 1) - origin;
+  const int begin = first > 0 ? first : 0, end = last < kChunk ? last : kChunk;  // keys that any row of the tile sees
+  const int first_block = begin / kBlock, end_block = static_cast<int>(ceil_div(end, kBlock));
+
+  each_rows<kScoreRows>(tile.rows, [&](int r, auto count) {
+    const Element* q = reinterpret_cast<const Element*>(scratch.queries) + r * D;
+    for (int b = first_block; b < end_block; ++b)
+      score_block<D, KV, count()>(q, cache.keys(blocks[b], tile.kv_head), scratch.scores + r * kChunk + b * kBlock);
+  });
+  for (int r = 0; r < tile.rows; ++r)
+    softmax_row(a, scratch.scores + r * kChunk, first_block, end_block, tile.begin(a, r) - origin, tile.end(a, r) - origin,
+                part.m + r, part.l + r);
+  each_rows<kValueRows>(tile.rows, [&](int r, auto count) {
+    weigh_values<D, KV, count()>(cache, blocks, tile.kv_head, scratch.scores + r * kChunk, begin, end,
+                                 part.sum + r * State<D>::kWidth);
+  });
+}
+
+// One row: state <- state merged with the next chunk's partial result.
+template <int D>
+LLMC_INLINE void merge_row(State<D> state, int r, State<D> part, int p) {
+  if (part.m[p] == -kInfinity) return;  // the row sees nothing of this chunk
+  const float m = state.m[r] > part.m[p] ? state.m[r] : part.m[p];
+  float factors[kBlock] = {state.m[r] - m, part.m[p] - m};
+  store(factors, exp(load(factors)));
+  state.m[r] = m;
+  state.l[r] = state.l[r] * factors[0] + part.l[p] * factors[1];
+  float* sum = state.sum + r * State<D>::kWidth;
+  const float* add = part.sum + p * State<D>::kWidth;
+  for (int d = 0; d < D; d += kBlock)
+    store(sum + d, fma(load(sum + d), set1(factors[0]), load(add + d) * set1(factors[1])));
+}
+
+template <int D>
+LLMC_INLINE void clear_row(State<D> state, int r) {
+  state.m[r] = -kInfinity;
+  state.l[r] = 0.0f;
+  for (int d = 0; d < D; d += kBlock) store(state.sum + r * State<D>::kWidth + d, zero());
+}
+
+template <int D>
+LLMC_INLINE void finish_row(State<D> state, int r, float* out) {
+  const F16 inverse = set1(1.0f / state.l[r]);
+  for (int d = 0; d < D; d += kBlock) store_some(out + d, load(state.sum + r * State<D>::kWidth + d) * inverse, D - d);
+}
+
+}  // namespace llmc

@@ -1,0 +1,62 @@
+// The contract of a GEMM tile: ROWS operand rows times BLOCKS weight blocks over the whole K, as floats.
+//
+// Every tile size of a format does the same arithmetic for each output in the same order, so a row's result does not
+// depend on the rows it is computed with. Tiles are plain functions: a linear of any shape and epilogue calls them.
+#pragma once
+
+#include "operand.hpp"
+
+namespace llmc {
+
+struct TileArgs {
+  const char* operand;  // first row
+  int64_t operand_stride;
+  const char* data;  // first block
+  const char* scale;  // first block's scales: f32 [16] (i8), f16 [G, 16] (i4)
+  int padded_k, group;
+  float* out;  // [ROWS][out_stride]
+  int out_stride;
+};
+
+using TileFunction = void (*)(const TileArgs&);
+
+// How far ahead of its use a weight is fetched. The hardware prefetchers stop at 4 KiB pages, weights do not.
+constexpr int kPrefetchBytes = 1024;
+LLMC_INLINE void prefetch(const void* p) { __builtin_prefetch(static_cast<const char*>(p) + kPrefetchBytes, 0, 2); }
+
+// Largest tile of a format at this level, as many accumulators as the registers hold.
+template <Format F>
+struct TileShape;
+
+}  // namespace llmc
+
+#include "gemm_float.hpp"
+
+#if defined(LLMC_AVX512)
+#include "gemm_int_avx512.hpp"
+#elif defined(LLMC_AVX2)
+#include "gemm_int_avx2.hpp"
+#else
+#include "gemm_int_portable.hpp"
+#endif
+
+namespace llmc {
+
+template <Format F, int ROWS, int BLOCKS>
+LLMC_NOINLINE void tile(const TileArgs& args) {
+  if constexpr (F == Format::f32) tile_f32<ROWS, BLOCKS>(args);
+  if constexpr (F == Format::bf16) tile_bf16<ROWS, BLOCKS>(args);
+  if constexpr (F == Format::i8) tile_i8<ROWS, BLOCKS>(args);
+  if constexpr (F == Format::i4) tile_i4<ROWS, BLOCKS>(args);
+}
+
+// The tile function for a remainder of rows, and for full panels or single blocks.
+template <Format F, int BLOCKS, int ROWS = TileShape<F>::rows>
+TileFunction tile_for(int rows) {
+  if constexpr (ROWS > 1) {
+    if (rows < ROWS) return tile_for<F, BLOCKS, ROWS - 1>(rows);
+  }
+  return tile<F, ROWS, BLOCKS>;
+}
+
+}  // namespace llmc

@@ -1,0 +1,73 @@
+// GEMM tiles for f32 and bf16 weights, all levels.
+#pragma once
+
+#include "gemm.hpp"
+
+namespace llmc {
+
+#if defined(LLMC_AVX512)
+struct FloatTileShape {
+  static constexpr int rows = 6, blocks = 4;  // 24 accumulators, 4 weights, of 32 registers
+};
+#else
+struct FloatTileShape {
+  static constexpr int rows = 3, blocks = 2;  // 6 accumulators of two registers each, of 16
+};
+#endif
+template <>
+struct TileShape<Format::f32> : FloatTileShape {};
+template <>
+struct TileShape<Format::bf16> : FloatTileShape {};
+
+// Shared by both: a step consumes 64 bytes of each weight block and 4 of each operand row.
+template <int ROWS, int BLOCKS, class Step>
+LLMC_INLINE void float_tile(const TileArgs& args, int64_t stride, int steps, Step&& step) {
+  F16 acc[ROWS][BLOCKS];
+  LLMC_UNROLL for (int r = 0; r < ROWS; ++r)
+    LLMC_UNROLL for (int b = 0; b < BLOCKS; ++b) acc[r][b] = zero();
+  const char* operand = args.operand;
+  const char* data = args.data;
+  for (int s = 0; s < steps; ++s) {
+    LLMC_UNROLL for (int b = 0; b < BLOCKS; ++b) {
+      prefetch(data + b * stride);
+      step.weight(b, data + b * stride);
+    }
+    LLMC_UNROLL for (int r = 0; r < ROWS; ++r) {
+      step.operand(operand + r * args.operand_stride);
+      LLMC_UNROLL for (int b = 0; b < BLOCKS; ++b) acc[r][b] = step.multiply(acc[r][b], b);
+    }
+    operand += 4;
+    data += 64;
+  }
+  LLMC_UNROLL for (int r = 0; r < ROWS; ++r)
+    LLMC_UNROLL for (int b = 0; b < BLOCKS; ++b) store(args.out + r * args.out_stride + b * kBlock, acc[r][b]);
+}
+
+template <int BLOCKS>
+struct StepF32 {
+  F16 w[BLOCKS], x;
+  LLMC_INLINE void weight(int b, const char* p) { w[b] = load(reinterpret_cast<const float*>(p)); }
+  LLMC_INLINE void operand(const char* p) { x = set1(*reinterpret_cast<const float*>(p)); }
+  LLMC_INLINE F16 multiply(F16 acc, int b) const { return fma(w[b], x, acc); }
+};
+
+template <int BLOCKS>
+struct StepBf16 {
+  const char* w[BLOCKS];
+  uint32_t x;
+  LLMC_INLINE void weight(int b, const char* p) { w[b] = p; }
+  LLMC_INLINE void operand(const char* p) { x = load_u32(p); }
+  LLMC_INLINE F16 multiply(F16 acc, int b) const { return dot_bf16(acc, w[b], x); }
+};
+
+template <int ROWS, int BLOCKS>
+LLMC_INLINE void tile_f32(const TileArgs& args) {
+  float_tile<ROWS, BLOCKS>(args, block_stride(Format::f32, args.padded_k), args.padded_k, StepF32<BLOCKS>{});
+}
+
+template <int ROWS, int BLOCKS>
+LLMC_INLINE void tile_bf16(const TileArgs& args) {
+  float_tile<ROWS, BLOCKS>(args, block_stride(Format::bf16, args.padded_k), args.padded_k / 2, StepBf16<BLOCKS>{});
+}
+
+}  // namespace llmc

@@ -1,0 +1,235 @@
+"""Finds a C++ compiler and builds program libraries with it: one for each instruction-set level, the same bytes every time."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final
+
+from ...errors import ToolchainError
+
+ABI_VERSION: Final = 1
+KERNELS: Final = Path(__file__).parent / "kernels"
+
+_AVX2: Final = ("-mavx2", "-mfma", "-mf16c")
+_AVX512: Final = (*_AVX2, *(f"-mavx512{part}" for part in ("f", "bw", "dq", "vl", "vnni", "bf16")))
+_AMX: Final = (*_AVX512, "-mamx-tile", "-mamx-int8", "-mamx-bf16")
+
+LEVEL_FLAGS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {"portable": (), "avx2": _AVX2, "avx512": _AVX512, "amx": _AMX}
+)
+"""Flags of each level, lowest first. They name instruction sets, never this machine."""
+
+_FLAGS: Final = (
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-shared",
+    "-fvisibility=hidden",
+    "-ffp-contract=off",  # a fused multiply-add only where a kernel asks for one: all tiles round alike
+    "-fno-math-errno",
+    "-w",
+)
+_LINK_FLAGS: Final = ("-Wl,--build-id=none", "-s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compiler:
+    """A working C++ compiler."""
+
+    command: tuple[str, ...]
+    version: str
+    """First line of `--version`."""
+    machine: str
+    """What it builds for, such as `x86_64-linux-gnu`."""
+    openmp: bool
+    """Whether it can build and link OpenMP; without it a library runs on one thread."""
+
+    @property
+    def levels(self) -> tuple[str, ...]:
+        """Levels it can build, lowest first."""
+        x86 = self.machine.startswith(("x86_64", "amd64"))
+        return tuple(LEVEL_FLAGS) if x86 else ("portable",)
+
+
+def find_compiler() -> Compiler:
+    """The first that works of `$CXX`, `g++`, `clang++` and the `ziglang` wheel.
+
+    Raises:
+        ToolchainError: none works; the text names what was tried and how to get one.
+    """
+    candidates: list[tuple[str, tuple[str, ...]]] = []
+    if os.environ.get("CXX"):
+        candidates.append(("$CXX", tuple(shlex.split(os.environ["CXX"]))))
+    candidates += [("g++", ("g++",)), ("clang++", ("clang++",))]
+    if importlib.util.find_spec("ziglang"):
+        candidates.append(("ziglang", (sys.executable, "-m", "ziglang", "c++")))
+    tried = []
+    for name, command in candidates:
+        if shutil.which(command[0]) is not None:
+            compiler = _probe(command)
+            if compiler is not None:
+                return compiler
+        tried.append(f"{name} ({shlex.join(command)})" if name == "$CXX" else name)
+    if not any(name == "ziglang" for name, _ in candidates):
+        tried.append("ziglang")
+    raise ToolchainError(
+        f"no working C++17 compiler: tried {', '.join(tried)}; run `pip install ziglang`, or install g++ or clang++, "
+        "or set CXX to one"
+    )
+
+
+@lru_cache(maxsize=8)
+def _probe(command: tuple[str, ...]) -> Compiler | None:
+    """Compiles a few lines; None if that fails."""
+    source = "#include <vector>\nint main() { std::vector<int> v(1); return v[0]; }\n"
+    try:
+        version = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=60)
+        machine = subprocess.run([*command, "-dumpmachine"], capture_output=True, text=True, timeout=60)
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "probe.cpp").write_text(source, encoding="utf-8")
+
+            def builds(*flags: str) -> bool:
+                line = [*command, "-std=c++17", "-fPIC", "-shared", *flags, "probe.cpp", "-o", "probe.so"]
+                return subprocess.run(line, cwd=folder, capture_output=True, timeout=300).returncode == 0
+
+            if version.returncode != 0 or not version.stdout.strip() or not builds():
+                return None
+            openmp = builds("-fopenmp")
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return Compiler(
+        command=command,
+        version=version.stdout.splitlines()[0].strip(),
+        machine=machine.stdout.strip() or platform.machine().lower(),
+        openmp=openmp,
+    )
+
+
+def compile_library(
+    source: Path | str,
+    level: str,
+    output: Path,
+    *,
+    compiler: Compiler | None = None,
+    cache: Path | None = None,
+) -> Path:
+    """Builds `source` (a path, or the text itself) for `level` into the shared library `output`, and returns `output`.
+
+    The bytes depend on the source, the kernel headers, the flags and the compiler alone. `cache` is a folder where
+    libraries are kept by a hash of these.
+
+    Raises:
+        ToolchainError: no compiler, a level that it cannot build, or source that it refuses.
+    """
+    compiler = compiler or find_compiler()
+    if level not in LEVEL_FLAGS:
+        raise ToolchainError(f"unknown instruction-set level {level!r}; levels: {', '.join(LEVEL_FLAGS)}")
+    if level not in compiler.levels:
+        raise ToolchainError(
+            f"level {level} cannot be built for {compiler.machine}; levels there: {', '.join(compiler.levels)}"
+        )
+    text = source.read_text(encoding="utf-8") if isinstance(source, Path) else source
+    flags = (*_FLAGS, *LEVEL_FLAGS[level], *(("-fopenmp",) if compiler.openmp else ()))
+    if cache is None:
+        return _build(text, level, flags, compiler, output)
+    cached = cache / f"{_cache_key(text, flags, compiler)}.so"
+    if not cached.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        _build(text, level, flags, compiler, cached)
+    _write_atomically(cached.read_bytes(), output)
+    return output
+
+
+def compile_levels(
+    source: Path | str,
+    folder: Path,
+    *,
+    levels: Iterable[str] | None = None,
+    compiler: Compiler | None = None,
+    cache: Path | None = None,
+    jobs: int | None = None,
+) -> dict[str, Path]:
+    """Builds `lib<level>.so` in `folder` for each level (default: all that the compiler can build), in parallel."""
+    compiler = compiler or find_compiler()
+    wanted = tuple(compiler.levels if levels is None else levels)
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def build(level: str) -> Path:
+        return compile_library(source, level, folder / f"lib{level}.so", compiler=compiler, cache=cache)
+
+    with ThreadPoolExecutor(max_workers=jobs or os.cpu_count() or 1) as pool:
+        return dict(zip(wanted, pool.map(build, wanted), strict=True))
+
+
+def _build(text: str, level: str, flags: tuple[str, ...], compiler: Compiler, output: Path) -> Path:
+    # Fixed names inside a fresh folder, and its own path mapped away: nothing of this machine reaches the library.
+    with tempfile.TemporaryDirectory(prefix="llmc-") as name:
+        folder = Path(name)
+        shutil.copytree(KERNELS, folder / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
+        (folder / "program.cpp").write_text(text, encoding="utf-8")
+        line = [
+            *compiler.command,
+            *flags,
+            f"-ffile-prefix-map={folder}=.",
+            "-Ikernels",
+            "program.cpp",
+            "-o",
+            "program.so",
+            *(_LINK_FLAGS if "linux" in compiler.machine else ()),
+        ]
+        try:
+            done = subprocess.run(line, cwd=folder, capture_output=True, text=True)
+        except OSError as error:
+            raise ToolchainError(f"cannot run {shlex.join(compiler.command)}: {error.strerror}") from error
+        if done.returncode != 0:
+            raise ToolchainError(
+                f"{shlex.join(compiler.command)} ({compiler.version}) refused the {level} program: "
+                f"{_first_error(done.stderr, done.returncode)}"
+            )
+        _write_atomically((folder / "program.so").read_bytes(), output)
+    return output
+
+
+def _first_error(stderr: str, code: int) -> str:
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+    errors = [line for line in lines if "error" in line.lower()]
+    return (errors or lines or [f"exit status {code} and no message"])[0]
+
+
+def _cache_key(text: str, flags: tuple[str, ...], compiler: Compiler) -> str:
+    parts = [str(ABI_VERSION), text, *flags, *_LINK_FLAGS, *compiler.command, compiler.version, compiler.machine]
+    for header in sorted(KERNELS.glob("*.hpp")):
+        parts += [header.name, header.read_text(encoding="utf-8")]
+    digest = hashlib.sha256()
+    for part in parts:
+        data = part.encode()
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.hexdigest()
+
+
+def _write_atomically(data: bytes, output: Path) -> None:
+    """A reader sees the whole file or none, whoever else writes it."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=output.parent, prefix=f".{output.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.chmod(name, 0o755)
+        os.replace(name, output)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise

@@ -1,0 +1,78 @@
+"""How graph weights become the tensors a CPU program takes: their names, types, shapes and packed bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+
+from ...runtime.program import WeightSpec
+from . import packing
+from .formats import MatrixFormat
+from .packing import Array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredWeight:
+    """One graph weight as a program reads it.
+
+    `name` is the graph's name and `shape` its shape there. A matrix has a `format`; a vector has None and gets `offset` added (norms
+    that multiply by 1 + w). `glu` alternates blocks of gate and up rows.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    format: MatrixFormat | None = None
+    glu: bool = False
+    offset: float = 0.0
+
+    def specs(self) -> list[WeightSpec]:
+        """The tensors in the order in which a program takes their pointers."""
+        rows = self._padded_rows()
+        if self.format is None:
+            return [WeightSpec(name=self.name, dtype="F32", shape=[rows])]
+        blocks, columns = rows // packing.BLOCK, packing.round_up(self.shape[1], packing.COLUMN_ALIGN)
+        data = WeightSpec(name=self.name, dtype=self.format.dtype, shape=self.format.data_shape(blocks, columns))
+        if self.format.kind == "i8":
+            return [data, WeightSpec(name=f"{self.name}.scale", dtype="F32", shape=[rows])]
+        if self.format.kind == "i4" and self.format.group is not None:
+            groups = packing.num_groups(self.shape[1], self.format.group)
+            return [data, WeightSpec(name=f"{self.name}.scale", dtype="F16", shape=[blocks, groups, packing.BLOCK])]
+        return [data]
+
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(spec_bytes(spec) for spec in self.specs())
+
+    def tensors(self, value: Array) -> list[Array]:
+        """The packed tensors of a float32 `value` of `shape`, matching `specs()`."""
+        if self.glu:
+            halves = zip(*(self._pack(half) for half in np.split(value, 2)), strict=True)
+            return [packing.interleave(gate, up) for gate, up in halves]
+        return self._pack(value)
+
+    def _pack(self, value: Array) -> list[Array]:
+        if self.format is None:
+            return [packing.pack_vector(value + np.float32(self.offset))]
+        return self.format.pack(value)
+
+    def _padded_rows(self) -> int:
+        if self.glu:  # each half is padded on its own
+            return 2 * packing.round_up(self.shape[0] // 2, packing.BLOCK)
+        return packing.round_up(self.shape[0], packing.BLOCK)
+
+
+_ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "U8": 1}
+
+
+def spec_bytes(spec: WeightSpec) -> int:
+    """Size of a tensor in the weights file."""
+    return prod(spec.shape) * _ITEM_BYTES[spec.dtype]
+
+
+def packed(weights: list[StoredWeight], read: Callable[[str], Array]) -> Iterator[tuple[WeightSpec, Array]]:
+    """Every tensor of a program in order; `read(name)` gives a graph weight in float32. One weight is in memory at a time."""
+    for weight in weights:
+        yield from zip(weight.specs(), weight.tensors(read(weight.name)), strict=True)

@@ -1,0 +1,201 @@
+"""Runs a CPU program: opens the library of the best instruction-set level and calls it once for each step."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from ... import environment
+from ...errors import BundleError, UsageError
+from ..bundle import Bundle
+from ..memory import allocate, available_cpus
+from ..program import CPU_LEVELS, check_abi
+from .base import Float32, Int32, StepBatch
+
+logger = logging.getLogger("llmc.runtime")
+
+_STEP_ERRORS = {1: "too many tokens", 2: "bad phase", 3: "a token id out of range"}
+_self_tests: dict[tuple[str, int, int], int] = {}  # (path, mtime, size) -> outcome; a process tests a library once
+
+
+class _Model(ctypes.Structure):
+    _fields_ = (
+        ("weights", ctypes.c_void_p),
+        ("arena", ctypes.c_void_p),
+        ("kv_pool", ctypes.c_void_p),
+        ("max_tokens", ctypes.c_int32),
+        ("num_threads", ctypes.c_int32),
+    )
+
+
+class _StepArgs(ctypes.Structure):
+    _fields_ = (
+        ("phase", ctypes.c_int32),
+        ("num_tokens", ctypes.c_int32),
+        ("num_seqs", ctypes.c_int32),
+        ("max_blocks", ctypes.c_int32),
+        ("num_logit_rows", ctypes.c_int32),
+        ("token_ids", ctypes.c_void_p),
+        ("positions", ctypes.c_void_p),
+        ("query_start", ctypes.c_void_p),
+        ("context_len", ctypes.c_void_p),
+        ("block_table", ctypes.c_void_p),
+        ("logit_rows", ctypes.c_void_p),
+        ("logits", ctypes.c_void_p),
+    )
+
+
+class CpuExecutor:
+    """An `Executor` over the C interface of docs/bundle.md."""
+
+    def __init__(self, bundle: Bundle, *, num_kv_blocks: int, num_threads: int | None, level: str | None) -> None:
+        """Open and test the library and map the memory; `level` forces an instruction-set level.
+
+        Raises BundleError, CapacityError, and UsageError for a level that cannot be used here.
+        """
+        program = bundle.program
+        self._bundle = bundle  # keeps the weights mapped
+        self._library, self.level = open_best_library(bundle, level)
+        self.num_threads = num_threads or environment.NUM_THREADS.get() or available_cpus()
+        self.num_kv_blocks = num_kv_blocks
+        self._vocab_size = program.vocab_size
+        self._prefill = program.phase_index("prefill")
+        decode = program.phase_index("decode")
+        self._decode = self._prefill if decode is None else decode
+        self._arena = allocate(program.arena_bytes, "arena")
+        self._kv_pool = allocate(num_kv_blocks * program.kv_cache.bytes_per_block, "KV pool")
+        self._model = _Model(
+            arena=_address(self._arena),
+            kv_pool=_address(self._kv_pool),
+            max_tokens=program.max_tokens,
+            num_threads=self.num_threads,
+        )
+        self._weights: ctypes.Array[ctypes.c_void_p] | None = None
+        self._logits = np.empty((0, program.vocab_size), np.float32)
+
+    @property
+    def description(self) -> str:
+        """Such as ``cpu (avx512, 8 threads)``."""
+        return f"cpu ({self.level}, {self.num_threads} thread{'s' if self.num_threads > 1 else ''})"
+
+    def bind_weights(self) -> None:
+        """Take the weights from the bundle, once their hash is known; raises BundleError. Before the first step."""
+        addresses = self._bundle.weight_addresses()
+        self._weights = (ctypes.c_void_p * max(len(addresses), 1))(*addresses)
+        self._model.weights = ctypes.cast(self._weights, ctypes.c_void_p)
+
+    def step(self, batch: StepBatch) -> Float32:
+        """Logits `[R, vocab_size]`, valid until the next step; raises BundleError if the program refuses it."""
+        num_tokens, num_seqs, num_rows = len(batch.token_ids), len(batch.context_len), len(batch.logit_rows)
+        if num_rows > len(self._logits):
+            self._logits = np.empty((num_rows, self._vocab_size), np.float32)
+        args = _StepArgs(
+            phase=self._decode if num_tokens == num_seqs else self._prefill,
+            num_tokens=num_tokens,
+            num_seqs=num_seqs,
+            max_blocks=batch.block_table.shape[1],
+            num_logit_rows=num_rows,
+            token_ids=batch.token_ids.ctypes.data,
+            positions=batch.positions.ctypes.data,
+            query_start=batch.query_start.ctypes.data,
+            context_len=batch.context_len.ctypes.data,
+            block_table=batch.block_table.ctypes.data,
+            logit_rows=batch.logit_rows.ctypes.data,
+            logits=self._logits.ctypes.data,
+        )
+        code = self._library.llmc_step(ctypes.byref(self._model), ctypes.byref(args))
+        if code:
+            raise BundleError(
+                f"the {self.level} program refused a step of {num_tokens} tokens: code {code} "
+                f"({_STEP_ERRORS.get(code, 'unknown')}); compile the bundle again, and report it if it recurs"
+            )
+        return self._logits[:num_rows]
+
+    def sample(self, logits: Float32, sampling: npt.NDArray[np.void]) -> Int32:
+        """One token id for each row of `logits`; `sampling` has one `SAMPLING_DTYPE` record for each row."""
+        token_ids = np.empty(len(logits), np.int32)
+        code = self._library.llmc_sample(
+            logits.ctypes.data,
+            len(logits),
+            self._vocab_size,
+            sampling.ctypes.data,
+            self.num_threads,
+            token_ids.ctypes.data,
+            None,
+        )
+        if code:
+            raise BundleError(f"the {self.level} program refused to sample {len(logits)} rows: code {code}")
+        return token_ids
+
+    def close(self) -> None:
+        """Free the memory. No other method may be called after it."""
+        self._model = _Model()
+        self._weights = None
+        self._arena.close()
+        self._kv_pool.close()
+        self._logits = self._logits[:0].copy()
+
+
+def _address(memory: object) -> int:
+    # The array is gone after this line, so that it does not keep the mapping from being closed.
+    return int(np.frombuffer(memory, np.uint8).ctypes.data)  # type: ignore[call-overload]
+
+
+def open_best_library(bundle: Bundle, forced: str | None) -> tuple[ctypes.CDLL, str]:
+    """The library to use and its level: the best that this machine has and whose self test passes."""
+    portable = _open(bundle, "portable")
+    highest = portable.llmc_cpu_level()
+    if not 0 <= highest < len(CPU_LEVELS):
+        raise BundleError(f"{bundle.root}: llmc_cpu_level returned {highest}, expected 0 to {len(CPU_LEVELS) - 1}")
+    levels = [level for level in reversed(CPU_LEVELS[: highest + 1]) if level in bundle.program.libraries]
+    if forced is not None:
+        if forced not in levels:
+            raise UsageError(f"level {forced!r} cannot be used; this machine and bundle have {', '.join(levels)}")
+        levels = [forced]
+    failures: list[str] = []
+    for level in levels:
+        library = portable if level == "portable" else _open(bundle, level)
+        outcome = _self_test(portable, library, bundle.library_path(level))
+        if outcome == 0:
+            if failures:
+                logger.warning("using the %s kernels: %s", level, "; ".join(failures))
+            return library, level
+        failures.append(f"{level} " + ("raised SIGILL" if outcome == -1 else f"failed its self test {outcome}"))
+    raise BundleError(f"{bundle.root}: no library of target {bundle.entry.name!r} works here: {'; '.join(failures)}")
+
+
+def _open(bundle: Bundle, level: str) -> ctypes.CDLL:
+    path = bundle.library_path(level)
+    try:
+        library = ctypes.CDLL(str(path), mode=os.RTLD_NOW | os.RTLD_LOCAL)
+        library.llmc_abi_version.argtypes = ()
+        library.llmc_cpu_level.argtypes = ()
+        library.llmc_self_test.argtypes = ()
+        library.llmc_guarded_call.argtypes = (ctypes.c_void_p,)
+        library.llmc_step.argtypes = (ctypes.POINTER(_Model), ctypes.POINTER(_StepArgs))
+        library.llmc_sample.argtypes = (
+            ctypes.c_void_p,
+            ctypes.c_int32,
+            ctypes.c_int32,
+            ctypes.c_void_p,
+            ctypes.c_int32,
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+        )
+    except (OSError, AttributeError) as error:
+        raise BundleError(f"{path}: cannot be opened as a program library: {' '.join(str(error).split())}") from None
+    check_abi(library.llmc_abi_version(), str(path))
+    return library
+
+
+def _self_test(portable: ctypes.CDLL, library: ctypes.CDLL, path: Path) -> int:
+    status = path.stat()
+    key = (str(path), status.st_mtime_ns, status.st_size)
+    if key not in _self_tests:
+        _self_tests[key] = portable.llmc_guarded_call(ctypes.cast(library.llmc_self_test, ctypes.c_void_p))
+    return _self_tests[key]

@@ -1,0 +1,173 @@
+// C entry points to the kernel templates, for ctypes. One library for each level.
+#include "llmc_cpu.hpp"
+
+using namespace llmc;
+
+LLMC_EXPORT int32_t llmc_step(const llmc_model*, const llmc_step_args*) { return 0; }
+
+LLMC_EXPORT int32_t test_validate(const llmc_model* model, const llmc_step_args* step, int vocab) {
+  return validate(*model, *step, vocab);
+}
+
+LLMC_EXPORT int64_t test_operand_bytes(int format, int k, int group) {
+  return operand_bytes(static_cast<Format>(format), k, group);
+}
+
+LLMC_EXPORT int64_t test_workspace_bytes(int tokens, int heads, int kv_heads, int dim, int context, int threads) {
+  return attention_workspace_bytes(tokens, heads, kv_heads, dim, context, threads);
+}
+
+static Ctx context(const llmc_model* model, const llmc_step_args* step, int threads) {
+  static const llmc_model no_model{};
+  static const llmc_step_args no_step{};
+  const llmc_step_args* s = step ? step : &no_step;
+  return {model ? model : &no_model, s, s->num_tokens, s->num_logit_rows, threads};
+}
+
+template <Format F>
+static void run_linear(const Ctx& ctx, int epilogue, const void* x, const void* w, const void* scale, int group,
+                       const float* bias, int rows, int N, int K, float* out, int ldo) {
+  switch (static_cast<Epilogue>(epilogue)) {
+    case Epilogue::none: return linear<F, Epilogue::none>(ctx, x, w, scale, group, bias, rows, N, K, out, ldo);
+    case Epilogue::glu_silu: return linear<F, Epilogue::glu_silu>(ctx, x, w, scale, group, bias, rows, N, K, out, ldo);
+    case Epilogue::glu_gelu_tanh:
+      return linear<F, Epilogue::glu_gelu_tanh>(ctx, x, w, scale, group, bias, rows, N, K, out, ldo);
+    case Epilogue::glu_gelu: return linear<F, Epilogue::glu_gelu>(ctx, x, w, scale, group, bias, rows, N, K, out, ldo);
+  }
+}
+
+#define BY_FORMAT(format, call)                 \
+  switch (static_cast<Format>(format)) {        \
+    case Format::f32: {                         \
+      constexpr Format F = Format::f32;         \
+      call;                                     \
+    } break;                                    \
+    case Format::bf16: {                        \
+      constexpr Format F = Format::bf16;        \
+      call;                                     \
+    } break;                                    \
+    case Format::i8: {                          \
+      constexpr Format F = Format::i8;          \
+      call;                                     \
+    } break;                                    \
+    case Format::i4: {                          \
+      constexpr Format F = Format::i4;          \
+      call;                                     \
+    } break;                                    \
+  }
+
+LLMC_EXPORT void test_linear(int format, int epilogue, const void* operand, const void* data, const void* scale, int group,
+                             const float* bias, int rows, int N, int K, float* out, int ldo, int threads) {
+  const Ctx ctx = context(nullptr, nullptr, threads);
+  BY_FORMAT(format, run_linear<F>(ctx, epilogue, operand, data, scale, group, bias, rows, N, K, out, ldo))
+}
+
+LLMC_EXPORT void test_pack_rows(int format, const float* x, int rows, int K, int group, void* operand, int threads) {
+  const Ctx ctx = context(nullptr, nullptr, threads);
+  BY_FORMAT(format, pack_rows<F>(ctx, x, rows, K, group, operand))
+}
+
+LLMC_EXPORT void test_embedding(int format, const llmc_step_args* step, const void* data, const void* scale, int group,
+                                int vocab, int K, float multiplier, float* out, int threads) {
+  const Ctx ctx = context(nullptr, step, threads);
+  BY_FORMAT(format, embedding<F>(ctx, data, scale, group, vocab, K, multiplier, out))
+}
+
+LLMC_EXPORT void test_gather_rows(const llmc_step_args* step, const float* x, int H, float* out) {
+  gather_rows(context(nullptr, step, 1), x, H, out);
+}
+
+LLMC_EXPORT void test_rms_norm(const float* x, const float* weight, float eps, int rows, int H, float* out, int threads) {
+  rms_norm(context(nullptr, nullptr, threads), x, weight, eps, rows, H, out);
+}
+
+template <class Out>
+static void run_residual_norm(int post, int residual_on, int rows, int H, const float* x, const float* post_weight,
+                              float post_eps, float* residual, const float* weight, float eps, Out out, int threads) {
+  const Ctx ctx = context(nullptr, nullptr, threads);
+  if (post && residual_on) residual_norm<true, true>(ctx, rows, H, x, post_weight, post_eps, residual, weight, eps, out);
+  if (post && !residual_on) residual_norm<true, false>(ctx, rows, H, x, post_weight, post_eps, residual, weight, eps, out);
+  if (!post && residual_on) residual_norm<false, true>(ctx, rows, H, x, post_weight, post_eps, residual, weight, eps, out);
+  if (!post && !residual_on) residual_norm<false, false>(ctx, rows, H, x, post_weight, post_eps, residual, weight, eps, out);
+}
+
+// operand_format: -1 writes floats.
+LLMC_EXPORT void test_residual_norm(int post, int residual_on, int operand_format, int group, int rows, int H,
+                                    const float* x, const float* post_weight, float post_eps, float* residual,
+                                    const float* weight, float eps, void* out, int threads) {
+  if (operand_format < 0)
+    return run_residual_norm(post, residual_on, rows, H, x, post_weight, post_eps, residual, weight, eps,
+                             OutF32{static_cast<float*>(out)}, threads);
+  BY_FORMAT(operand_format, run_residual_norm(post, residual_on, rows, H, x, post_weight, post_eps, residual, weight, eps,
+                                              (OutOperand<F>{out, group}), threads))
+}
+
+struct RopeArgs {
+  float* qkv;
+  int HQ, HKV;
+  const float *q_norm, *k_norm;
+  float eps;
+  const float* inv_freq;
+  int rotary_dim;
+  float attention_scaling;
+  int64_t layer_offset, block_bytes;
+};
+
+struct AttentionCall {
+  const float* qkv;
+  int ldq, HQ, HKV;
+  int64_t layer_offset, block_bytes;
+  float scale;
+  int window;
+  float softcap;
+  float* out;
+  int ldo;
+  void* workspace;
+};
+
+template <int D, class KV>
+static void run_rope(const Ctx& ctx, const RopeArgs& a) {
+  rope_append<D, KV>(ctx, a.qkv, a.HQ, a.HKV, a.q_norm, a.k_norm, a.eps, a.inv_freq, a.rotary_dim, a.attention_scaling,
+                     a.layer_offset, a.block_bytes);
+}
+
+template <int D, class KV>
+static void run_attention(const Ctx& ctx, const AttentionCall& a, int decode) {
+  const auto kernel = decode ? attention_decode<D, KV> : attention_prefill<D, KV>;
+  kernel(ctx, a.qkv, a.ldq, a.HQ, a.HKV, a.layer_offset, a.block_bytes, a.scale, a.window, a.softcap, a.out, a.ldo,
+         a.workspace);
+}
+
+#define BY_HEAD(D, bf16, name, ...)                                                        \
+  switch (D) {                                                                             \
+    case 8: bf16 ? name<8, KvBf16>(__VA_ARGS__) : name<8, KvF32>(__VA_ARGS__); break;       \
+    case 20: bf16 ? name<20, KvBf16>(__VA_ARGS__) : name<20, KvF32>(__VA_ARGS__); break;    \
+    case 64: bf16 ? name<64, KvBf16>(__VA_ARGS__) : name<64, KvF32>(__VA_ARGS__); break;    \
+    case 80: bf16 ? name<80, KvBf16>(__VA_ARGS__) : name<80, KvF32>(__VA_ARGS__); break;    \
+    case 256: bf16 ? name<256, KvBf16>(__VA_ARGS__) : name<256, KvF32>(__VA_ARGS__); break; \
+    default: return 1;                                                                     \
+  }
+
+LLMC_EXPORT int test_rope_append(const llmc_model* model, const llmc_step_args* step, int D, int bf16, const RopeArgs* a) {
+  const Ctx ctx = context(model, step, model->num_threads);
+  BY_HEAD(D, bf16, run_rope, ctx, *a)
+  return 0;
+}
+
+LLMC_EXPORT int test_attention(const llmc_model* model, const llmc_step_args* step, int D, int bf16, int decode,
+                               const AttentionCall* a) {
+  const Ctx ctx = context(model, step, model->num_threads);
+  BY_HEAD(D, bf16, run_attention, ctx, *a, decode)
+  return 0;
+}
+
+LLMC_EXPORT int32_t test_illegal_instruction(void) {
+#if defined(__x86_64__)
+  __asm__ volatile("ud2");
+#else
+  __builtin_trap();
+#endif
+  return 0;
+}
+
+LLMC_EXPORT int32_t test_seven(void) { return 7; }
