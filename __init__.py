@@ -13,7 +13,7 @@ __version__ = "0.1.0"
 __all__ = ["SamplingParams", "__version__", "compile", "load"]
 
 if TYPE_CHECKING:
-    from .compiler.driver import compile_model as compile  # noqa: A004
+    from .compiler.driver import compile_model as compile
     from .runtime import SamplingParams, load
 
 _LAZY = {

@@ -108,4 +108,4 @@ def write_safetensors(path: Path, specs: list[WeightSpec], tensors: Iterable[tup
             data = np.ascontiguousarray(tensor)
             if data.nbytes != spec_bytes(spec):
                 raise AssertionError(f"{spec.name}: packed {data.nbytes} bytes, its shape {spec.shape} says {spec_bytes(spec)}")
-            file.write(memoryview(data).cast("B"))
+            data.tofile(file)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from ..codegen.bundle_writer import BundleWriter, write_safetensors
 from ..codegen.cpu.formats import MatrixFormat
 from ..codegen.cpu.packing import Array, operand_row_bytes
 from ..codegen.cpu.program import CpuProgram, lower
-from ..codegen.cpu.toolchain import compile_levels, find_compiler
+from ..codegen.cpu.toolchain import Compiler, compile_levels, find_compiler
 from ..codegen.cpu.weight_layout import packed
 from ..environment import CACHE
 from ..errors import UsageError
@@ -23,12 +24,12 @@ from ..passes.graph import WeightTable
 from ..passes.manager import Instrument, PassManager
 from ..passes.pipelines import cpu_pipeline
 from ..runtime.manifest import TargetEntry
-from ..runtime.program import encode_program
+from ..runtime.program import CPU_LEVELS, encode_program
 from ..targets import Target
 from .checkpoint import Checkpoint, open_checkpoint, open_config
 from .dump_ir import DumpIr
 from .model_files import model_facts, toolchain, truncate_layers, write_model_files
-from .options import CompileOptions
+from .options import NATIVE, CompileOptions
 from .progress import Progress, Silent
 from .report import CompileReport
 from .trace import trace
@@ -143,7 +144,7 @@ class _Compile:
             with self._stage("kernels"):
                 folder = bundle.folder(f"programs/{target}")
                 (folder / "program.cpp").write_text(source)
-                libraries = compile_levels(source, folder, compiler=compiler, cache=CACHE.get())
+                libraries = self._build(source, folder, compiler)
                 report.libraries = {level: path.stat().st_size for level, path in libraries.items()}
                 names = {level: path.name for level, path in libraries.items()}
                 (folder / "program.json").write_bytes(encode_program(program.describe(names)))
@@ -165,6 +166,18 @@ class _Compile:
                 )
         report.output = output
         report.bundle_bytes = sum(path.stat().st_size for path in output.rglob("*") if path.is_file())
+
+    def _build(self, source: str, folder: Path, compiler: Compiler) -> dict[str, Path]:
+        """The shared libraries; the portable one, which finds out what a machine has, is always among them."""
+        cache = CACHE.get()
+        wanted = self.options.cpu_levels
+        libraries = {} if wanted is None else compile_levels(source, folder, levels=["portable"], compiler=compiler, cache=cache)
+        if wanted is None:
+            wanted = compiler.levels
+        elif NATIVE in wanted:
+            wanted = (*wanted, CPU_LEVELS[ctypes.CDLL(str(libraries["portable"])).llmc_cpu_level()])
+        rest = [level for level in compiler.levels if level in wanted and level not in libraries]
+        return libraries | compile_levels(source, folder, levels=rest, compiler=compiler, cache=cache)
 
     @contextmanager
     def _stage(self, name: str) -> Iterator[None]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..errors import TargetError, UsageError
 from ..passes.quantize import FORMATS, QuantizeOptions
-from ..runtime.program import Scheme
+from ..runtime.program import CPU_LEVELS, Scheme
 from ..targets import Target, resolve_target
 
 DEFAULT_TARGET = "cpu-int8"
@@ -19,6 +19,7 @@ _SCHEMES = {
     "int4": QuantizeOptions(weights="int4-g32", head="int8"),
 }
 QUANTIZATIONS = (*_SCHEMES, *(f for f in FORMATS if f.startswith("int4")))
+NATIVE = "native"  # the highest level of the compiling machine
 KV_DTYPES = ("auto", "bf16", "f32")
 
 
@@ -34,6 +35,7 @@ class CompileOptions:
     config: Path | None = None
     num_layers: int | None = None
     max_tokens: int = DEFAULT_MAX_TOKENS
+    cpu_levels: tuple[str, ...] | None = None
     dump_ir: Path | None = None
     verify_each: float | None = None
     stop_after: str | None = None
@@ -48,6 +50,9 @@ class CompileOptions:
             raise UsageError(f"num layers is {self.num_layers}, expected at least 1")
         if not 16 <= self.max_tokens <= 8192:
             raise UsageError(f"max tokens is {self.max_tokens}, expected 16 to 8192 tokens a step")
+        for level in self.cpu_levels or ():
+            if level not in (*CPU_LEVELS, NATIVE):
+                raise UsageError(f"cpu level {level!r} is unknown; choose from {', '.join(CPU_LEVELS)} and {NATIVE}")
         if self.verify_each is not None and not self.verify_each > 0:
             raise UsageError(f"verify tolerance is {self.verify_each}, expected more than 0")
 

@@ -23,8 +23,8 @@ class _LogitsOnly(nn.Module):
 
     def __init__(self, causal_lm: nn.Module) -> None:
         super().__init__()
-        self.model = causal_lm.model
-        self.lm_head = causal_lm.lm_head
+        self.model = causal_lm.get_submodule("model")
+        self.lm_head = causal_lm.get_submodule("lm_head")
 
     def forward(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         hidden = self.model(input_ids=token_ids, position_ids=positions, use_cache=False).last_hidden_state

@@ -42,7 +42,7 @@ class WeightStore:
         """The stacked weight in float32 pieces of at most `rows` rows, so that a large table is never held twice."""
         for source in weight.sources:
             tensor = self.checkpoint.tensor(self._stored(source))
-            for piece in tensor.split(rows):
+            for piece in torch.split(tensor, rows):
                 yield piece.to(torch.float32).numpy()
 
     def decoded(self, weight: Weight) -> Tensor:

@@ -9,6 +9,8 @@ In eager execution the weight argument already holds the decoded values; only th
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -270,15 +272,15 @@ def rope_paged_attention(
 
     `qkv [1, T, (Hq + 2*Hkv) * D]` in that order; returns `[1, T, Hq*D]`.
     """
-    heads = qkv.unflatten(-1, (num_heads + 2 * num_kv_heads, -1))
-    q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), 2)
+    heads = qkv.view(*qkv.shape[:2], num_heads + 2 * num_kv_heads, -1)
+    q, k, v = torch.split(heads, (num_heads, num_kv_heads, num_kv_heads), 2)
     if q_norm is not None:
         q = rms_norm(q, q_norm, norm_eps, norm_offset)
     if k_norm is not None:
         k = rms_norm(k, k_norm, norm_eps, norm_offset)
     q, k = rope(q, positions, inv_freq, rope_scaling), rope(k, positions, inv_freq, rope_scaling)
     step = (positions, query_start, context_len, block_table)
-    return paged_attention(q, k, v, kv_pool, *step, scale, window, softcap, layer, split_kv)
+    return cast(Tensor, paged_attention(q, k, v, kv_pool, *step, scale, window, softcap, layer, split_kv))
 
 
 @rope_paged_attention.register_fake

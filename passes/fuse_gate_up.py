@@ -36,6 +36,8 @@ def _fuse(module: fx.GraphModule, glu: fx.Node) -> bool:
     gate, up, activation = cast(fx.Node, glu.args[0]), cast(fx.Node, glu.args[1]), cast(str, glu.args[2])
     graph = module.graph
     with graph.inserting_before(glu):
+        x: fx.Node | None
+        weight: fx.Node | None
         if is_call(gate, llmc.linear.default) and is_call(up, llmc.linear.default) and can_stack((gate, up)):
             x = operand(gate)
             weight, bias = stack(module, (gate, up), "gate_up_proj")

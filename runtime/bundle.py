@@ -15,6 +15,7 @@ from ..errors import BundleError, UsageError
 from .integrity import check_hash, check_relative, locate, read_file
 from .manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest, TargetEntry, decode_manifest
 from .program import MAX_PROGRAM_BYTES, Program, decode_program
+from .tokenizer_index import INDEX_NAME
 from .weights import WeightFile
 
 Verify = Literal["full", "sizes"]
@@ -25,6 +26,7 @@ SHARED_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "chat_template.jinja",
+    INDEX_NAME,
 )
 _BACKENDS = ("cpu",)
 _REQUIRED_FILES = ("config.json", "tokenizer.json")
@@ -46,8 +48,10 @@ class Bundle:
         self.program = self._read_program(verify)
         self._verify = verify
         self._pool = ThreadPoolExecutor(max_workers=4, thread_name_prefix="llmc-hash")
+        # With an index the tokenizer itself is not read unless it turns out to be needed.
+        unread = {"tokenizer.json"} if self.has(INDEX_NAME) else set()
         self._contents: dict[str, Future[bytes | mmap.mmap]] = {
-            name: self._pool.submit(self._load, name) for name in self._needed_files()
+            name: self._pool.submit(self._load, name, keep=name not in unread) for name in self._needed_files()
         }
         self._pool.shutdown(wait=False)
         self._weights: WeightFile | None = None
@@ -79,7 +83,7 @@ class Bundle:
 
     def check(self) -> None:
         """Wait for every hash, then check the weights against program.json; raises the first BundleError in order."""
-        for content in self._contents.values():
+        for content in list(self._contents.values()):
             content.result()
         self.weight_addresses()
 
@@ -95,11 +99,10 @@ class Bundle:
         assert isinstance(content, bytes)  # only the weights are mapped
         return content
 
-    def take(self, name: str) -> bytes:
-        """Like `read`, but the bytes are not kept: for a large file that is read once."""
-        content = self.read(name)
-        del self._contents[name]
-        return content
+    def take(self, name: str) -> bytes | mmap.mmap:
+        """The checked bytes of a large file, not kept: a second call reads and checks the file again."""
+        content = self._contents.pop(name, None)
+        return (content.result() if content is not None else None) or self._load(name)
 
     def weight_addresses(self) -> list[int]:
         """Addresses of the weights in program.json's order, valid while this object lives; raises BundleError."""
@@ -114,14 +117,14 @@ class Bundle:
         self._contents[name].result()
         return self.paths[name]
 
-    def _load(self, name: str) -> bytes | mmap.mmap:
+    def _load(self, name: str, *, keep: bool = True) -> bytes | mmap.mmap:
         try:
-            content = read_file(self.paths[name], mapped=name == self.entry.weights)
+            content = read_file(self.paths[name], mapped=not keep or name in (self.entry.weights, INDEX_NAME))
         except OSError as error:
             raise BundleError(f"{self.root / name}: {error.strerror}; check its permissions") from None
         if self._verify == "full":
             check_hash(content, self.manifest.files[name], self.root / name)
-        return content
+        return content if keep else b""
 
     def _read_program(self, verify: Verify) -> Program:
         name = self.entry.program

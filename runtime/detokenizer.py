@@ -9,10 +9,14 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class Decoder(Protocol):
-    """The two questions a detokenizer asks of a tokenizer."""
+    """What a detokenizer asks of a tokenizer."""
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of `token_ids` without special tokens."""
+        ...
+
+    def is_special_token(self, token_id: int) -> bool:
+        """Whether `decode` leaves the token out."""
         ...
 
     def is_byte_token(self, token_id: int) -> bool:
@@ -39,6 +43,8 @@ class Detokenizer:
 
     def push(self, token_id: int) -> str:
         """Add one id; returns the text that it completes, often more or less than one token's."""
+        if self._decoder.is_special_token(token_id):
+            return ""  # left out, so that a run of bytes may go on after it
         self._ids.append(token_id)
         if self._decoder.is_byte_token(token_id):
             return ""

@@ -10,8 +10,11 @@ import msgspec
 from ..errors import BundleError
 from .bundle import Bundle
 from .chat import ChatTemplate
+from .partial_tokenizer import PartialTokenizer
 from .sampling_params import SamplingParams
 from .tokenizer import Tokenizer
+from .tokenizer_index import INDEX_NAME, TokenizerIndex
+from .tokenizer_library import WholeTokenizer
 
 
 def read_json(bundle: Bundle, name: str) -> dict[str, Any]:
@@ -26,8 +29,18 @@ def read_json(bundle: Bundle, name: str) -> dict[str, Any]:
 
 def read_tokenizer(bundle: Bundle) -> Tokenizer:
     """The bundle's tokenizer; raises BundleError."""
-    where = str(bundle.root / "tokenizer.json")
-    return Tokenizer(bundle.take("tokenizer.json"), read_json(bundle, "tokenizer_config.json"), where)
+    config = read_json(bundle, "tokenizer_config.json")
+    if not bundle.has(INDEX_NAME):
+        return Tokenizer(_read_whole(bundle), config)
+    where = bundle.root / INDEX_NAME
+    index = TokenizerIndex(bundle.take(INDEX_NAME), where)
+    if index.source_sha256 != bundle.manifest.files["tokenizer.json"].sha256:
+        raise BundleError(f"{where}: made from another tokenizer.json; compile the bundle again")
+    return Tokenizer(PartialTokenizer(index, lambda: _read_whole(bundle), str(where)), config)
+
+
+def _read_whole(bundle: Bundle) -> WholeTokenizer:
+    return WholeTokenizer(bytes(bundle.take("tokenizer.json")), str(bundle.root / "tokenizer.json"))
 
 
 def read_chat_template(bundle: Bundle, tokenizer: Tokenizer) -> ChatTemplate | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 from pathlib import Path
@@ -17,6 +18,13 @@ def allocate(num_bytes: int, what: str) -> mmap.mmap:
         return mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
     except (OSError, ValueError, OverflowError) as error:
         raise CapacityError(f"cannot allocate {num_bytes} bytes for the {what}: {error}") from None
+
+
+def trim_heap() -> None:
+    """Give freed memory back to the system, where the C library can: worth it after parsing something large."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def available_bytes() -> int:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import mmap
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from ..errors import BundleError
 from .program import WeightSpec
@@ -35,7 +37,7 @@ class WeightFile:
     def __init__(self, data: bytes | mmap.mmap, where: Path) -> None:
         """Check the header of `data`, the whole file; raises BundleError."""
         self.where = where
-        self.data_start, self.entries = _parse_header(data, where)
+        self.data_start, self.entries, self.metadata = _parse_header(data, where)
         self._bytes = np.frombuffer(data, dtype=np.uint8)
 
     def addresses(self, specs: list[WeightSpec]) -> list[int]:
@@ -63,8 +65,16 @@ class WeightFile:
             addresses.append(address)
         return addresses
 
+    def array(self, name: str, dtype: str) -> npt.NDArray[Any]:
+        """A one-dimensional tensor of unsigned integers, in place; raises BundleError if it is anything else."""
+        entry = self.entries.get(name)
+        if entry is None or entry.dtype != dtype or len(entry.shape) != 1:
+            raise BundleError(f"{self.where}: expected a one-dimensional {dtype} tensor {name!r}; compile again")
+        start, stop = (self.data_start + offset for offset in entry.data_offsets)
+        return self._bytes[start:stop].view(f"<u{ITEM_BYTES[dtype]}")
 
-def _parse_header(data: bytes | mmap.mmap, where: Path) -> tuple[int, dict[str, TensorEntry]]:
+
+def _parse_header(data: bytes | mmap.mmap, where: Path) -> tuple[int, dict[str, TensorEntry], dict[str, str]]:
     if len(data) < 8:
         raise BundleError(f"{where}: {len(data)} bytes is too short for a safetensors file")
     length = int.from_bytes(data[:8], "little")
@@ -74,7 +84,7 @@ def _parse_header(data: bytes | mmap.mmap, where: Path) -> tuple[int, dict[str, 
         )
     try:
         raw = msgspec.json.decode(data[8 : 8 + length], type=dict[str, msgspec.Raw])
-        raw.pop("__metadata__", None)
+        metadata = msgspec.json.decode(raw.pop("__metadata__", b"{}"), type=dict[str, str])
         entries = {name: msgspec.json.decode(value, type=TensorEntry) for name, value in raw.items()}
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise BundleError(f"{where}: the safetensors header is damaged: {error}") from None
@@ -95,4 +105,4 @@ def _parse_header(data: bytes | mmap.mmap, where: Path) -> tuple[int, dict[str, 
     found = len(data) - 8 - length
     if end != found:
         raise BundleError(f"{where}: the weights end at byte {end} of the data, but the file holds {found}")
-    return 8 + length, entries
+    return 8 + length, entries, metadata

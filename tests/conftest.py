@@ -13,7 +13,7 @@ _COMMON: dict[str, Any] = {
     "intermediate_size": 96,
     "num_attention_heads": 4,
     "num_hidden_layers": 2,
-    "vocab_size": 203,
+    "vocab_size": 301,
     "max_position_embeddings": 512,
     "bos_token_id": 1,
     "eos_token_id": 2,
@@ -97,6 +97,24 @@ def tiny_checkpoint(
         if key not in made:
             made[key] = tmp_path_factory.mktemp(architecture) / architecture
             tiny_model(architecture, **overrides).save_pretrained(made[key])
+            _write_byte_tokenizer(made[key])
         return made[key]
 
     return make
+
+
+def _write_byte_tokenizer(folder: Path) -> None:
+    """A tokenizer whose tokens are three special ones and the 256 bytes."""
+    import json
+
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    special = ["<pad>", "<s>", "</s>"]
+    vocabulary = {token: i for i, token in enumerate([*special, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(special)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias, cast
 
@@ -32,7 +32,7 @@ class KernelCall:
     inputs: tuple[str, ...]
     output: str
     weights: tuple[str, ...]
-    attributes: dict[str, object]
+    attributes: Mapping[str, object]
 
     def describe(self) -> Call:
         """The call as program.json lists it."""
@@ -42,7 +42,7 @@ class KernelCall:
             inputs=list(self.inputs),
             outputs=[self.output],
             weights=list(self.weights),
-            attributes=self.attributes,
+            attributes=dict(self.attributes),
         )
 
 

@@ -1,7 +1,7 @@
-"""Packs matrices and vectors into the layouts of `docs/bundle.md`, quantises them, and sizes what kernels pack at run time.
+"""Packs matrices and vectors into the layouts of `docs/bundle.md`, quantises them, and sizes what kernels pack.
 
-Everything is numpy, works on one matrix `[N, K]` at a time and touches it in slices that fit a cache. bfloat16 arrays are
-`uint16`, as numpy has no such type.
+Everything is numpy and works on one matrix `[N, K]` at a time, the quantisers in slices that fit a cache. bfloat16
+arrays are `uint16`, as numpy has no such type.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ def num_groups(k: int, group_size: int) -> int:
     return -(-round_up(k, COLUMN_ALIGN) // group_size)
 
 
-def operand_row_bytes(format: Format, k: int, group_size: int | None = None) -> int:  # noqa: A002
-    """Bytes of one packed activation row for a linear with weights of `format` and `k` inputs (`operand.hpp`)."""
+def operand_row_bytes(kind: Format, k: int, group_size: int | None = None) -> int:
+    """Bytes of one packed activation row for a linear with weights of `kind` and `k` inputs (`operand.hpp`)."""
     padded = round_up(k, COLUMN_ALIGN)
-    if format == "f32":
+    if kind == "f32":
         return padded * 4
-    if format == "bf16":
+    if kind == "bf16":
         return padded * 2
-    groups = 1 if format == "i8" or group_size is None else num_groups(k, group_size)
+    groups = 1 if kind == "i8" or group_size is None else num_groups(k, group_size)
     return round_up(2 * padded + 4 + 8 * groups, 64)
 
 
@@ -78,7 +78,7 @@ def from_bf16(bits: npt.ArrayLike) -> Float32:
     return (np.asarray(bits, dtype=np.uint32) << np.uint32(16)).view(np.float32)
 
 
-# --- quantisers ------------------------------------------------------------------------------------------------------
+# Quantisers
 
 
 def quantize_int8(w: Array, *, search: bool = False) -> tuple[npt.NDArray[np.int8], Float32]:
@@ -158,7 +158,7 @@ def _row_slices(n: int, k: int) -> Iterator[slice]:
     return (slice(start, min(start + rows, n)) for start in range(0, n, rows))
 
 
-# --- packers ---------------------------------------------------------------------------------------------------------
+# Packers
 
 
 def pack_f32(w: Array) -> Float32:
@@ -199,7 +199,7 @@ def pack_int4(
 
 
 def interleave(gate: Array, up: Array) -> Array:
-    """Joins two packed tensors of a gate/up pair, block by block. A row-scale vector counts 16 values to the block."""
+    """Joins two packed tensors of a gate/up pair, block by block; 16 values of a row-scale vector are one block."""
     if gate.ndim == 1:
         return interleave(gate.reshape(-1, BLOCK), up.reshape(-1, BLOCK)).reshape(-1)
     return np.stack((gate, up), axis=1).reshape(2 * gate.shape[0], *gate.shape[1:])
@@ -237,18 +237,18 @@ def _to_blocks(w: Array, fill: Any) -> Array:
     return out
 
 
-# --- unpackers, for tests and inspection -------------------------------------------------------------------------------
+# Unpackers, for tests and inspection
 
 
-def unpack(format: Format, data: Array, scale: Array | None, n: int, k: int, group_size: int | None = None) -> Float32:  # noqa: A002
+def unpack(kind: Format, data: Array, scale: Array | None, n: int, k: int, group_size: int | None = None) -> Float32:
     """The matrix `[N, K]` that a packed one stands for."""
-    if format == "f32":
+    if kind == "f32":
         return _from_blocks(data, n, k)
-    if format == "bf16":
+    if kind == "bf16":
         return from_bf16(_from_words(data, n, np.dtype(np.uint16))[:, :k])
-    assert scale is not None, f"format {format} has scales"
+    assert scale is not None, f"format {kind} has scales"
     words = _from_words(data, n, np.dtype(np.uint8))
-    if format == "i8":
+    if kind == "i8":
         return (words[:, :k].astype(np.float32) - 128) * scale[:n, None]
     assert group_size is not None, "format i4 has a group size"
     octets = words.reshape(n, -1, 1, 4)

@@ -1,4 +1,4 @@
-"""Finds a C++ compiler and builds program libraries with it: one for each instruction-set level, the same bytes every time."""
+"""Finds a C++ compiler and builds program libraries, one for each instruction-set level, the same bytes every time."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from ...errors import ToolchainError
 
 ABI_VERSION: Final = 1
 KERNELS: Final = Path(__file__).parent / "kernels"
+_EXPORTS: Final = KERNELS / "exports.cpp"
 
 _AVX2: Final = ("-mavx2", "-mfma", "-mf16c")
 _AVX512: Final = (*_AVX2, *(f"-mavx512{part}" for part in ("f", "bw", "dq", "vl", "vnni", "bf16")))
@@ -37,12 +38,12 @@ _FLAGS: Final = (
     "-std=c++17",
     "-O3",
     "-fPIC",
-    "-shared",
     "-fvisibility=hidden",
     "-ffp-contract=off",  # a fused multiply-add only where a kernel asks for one: all tiles round alike
     "-fno-math-errno",
     "-w",
 )
+_STATIC_RUNTIME: Final = ("-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs,ALL")
 _LINK_FLAGS: Final = ("-Wl,--build-id=none", "-s")
 
 
@@ -57,6 +58,8 @@ class Compiler:
     """What it builds for, such as `x86_64-linux-gnu`."""
     openmp: bool
     """Whether it can build and link OpenMP; without it a library runs on one thread."""
+    static_runtime: bool = False
+    """Whether it can link its C++ runtime into the library, which then needs no such package where it is used."""
 
     @property
     def levels(self) -> tuple[str, ...]:
@@ -109,6 +112,7 @@ def _probe(command: tuple[str, ...]) -> Compiler | None:
             if version.returncode != 0 or not version.stdout.strip() or not builds():
                 return None
             openmp = builds("-fopenmp")
+            static_runtime = builds(*_STATIC_RUNTIME)
     except (OSError, subprocess.SubprocessError):
         return None
     return Compiler(
@@ -116,6 +120,7 @@ def _probe(command: tuple[str, ...]) -> Compiler | None:
         version=version.stdout.splitlines()[0].strip(),
         machine=machine.stdout.strip() or platform.machine().lower(),
         openmp=openmp,
+        static_runtime=static_runtime,
     )
 
 
@@ -127,7 +132,7 @@ def compile_library(
     compiler: Compiler | None = None,
     cache: Path | None = None,
 ) -> Path:
-    """Builds `source` (a path, or the text itself) for `level` into the shared library `output`, and returns `output`.
+    """Builds `source` (a path, or the text itself) for `level` into the shared library `output`; returns `output`.
 
     The bytes depend on the source, the kernel headers, the flags and the compiler alone. `cache` is a folder where
     libraries are kept by a hash of these.
@@ -143,14 +148,12 @@ def compile_library(
             f"level {level} cannot be built for {compiler.machine}; levels there: {', '.join(compiler.levels)}"
         )
     text = source.read_text(encoding="utf-8") if isinstance(source, Path) else source
-    flags = (*_FLAGS, *LEVEL_FLAGS[level], *(("-fopenmp",) if compiler.openmp else ()))
-    if cache is None:
-        return _build(text, level, flags, compiler, output)
-    cached = cache / f"{_cache_key(text, flags, compiler)}.so"
-    if not cached.exists():
-        cache.mkdir(parents=True, exist_ok=True)
-        _build(text, level, flags, compiler, cached)
-    _write_atomically(cached.read_bytes(), output)
+    if cache is not None:
+        data = _build(text, level, compiler, cache)
+    else:
+        with tempfile.TemporaryDirectory(prefix="llmc-") as folder:
+            data = _build(text, level, compiler, Path(folder))
+    _write_atomically(data, output)
     return output
 
 
@@ -175,22 +178,39 @@ def compile_levels(
         return dict(zip(wanted, pool.map(build, wanted), strict=True))
 
 
-def _build(text: str, level: str, flags: tuple[str, ...], compiler: Compiler, output: Path) -> Path:
-    # Fixed names inside a fresh folder, and its own path mapped away: nothing of this machine reaches the library.
+def _build(text: str, level: str, compiler: Compiler, cache: Path) -> bytes:
+    """The library of a program. The part that is the same in every program (`exports.cpp`) is an object of its own."""
+    flags = (*_FLAGS, *LEVEL_FLAGS[level], *(("-fopenmp",) if compiler.openmp else ()))
+    exports = _cached(cache, _EXPORTS.read_text(encoding="utf-8"), "exports.o", ("-c", *flags), level, compiler, {})
+    link = ("-shared", *(_LINK_FLAGS if "linux" in compiler.machine else ()))
+    link += _STATIC_RUNTIME if compiler.static_runtime else ()
+    library = _cached(
+        cache, text, "program.so", (*flags, *link, "exports.o"), level, compiler, {"exports.o": exports}
+    )
+    return library.read_bytes()
+
+
+def _cached(
+    cache: Path,
+    text: str,
+    output: str,
+    flags: tuple[str, ...],
+    level: str,
+    compiler: Compiler,
+    inputs: Mapping[str, Path],
+) -> Path:
+    """The result of one compiler call, made unless the cache has it."""
+    result = cache / f"{_cache_key(text, flags, compiler)}{Path(output).suffix}"
+    if result.exists():
+        return result
+    # Fixed names inside a fresh folder, and its own path mapped away: nothing of this machine reaches the output.
     with tempfile.TemporaryDirectory(prefix="llmc-") as name:
         folder = Path(name)
         shutil.copytree(KERNELS, folder / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
-        (folder / "program.cpp").write_text(text, encoding="utf-8")
-        line = [
-            *compiler.command,
-            *flags,
-            f"-ffile-prefix-map={folder}=.",
-            "-Ikernels",
-            "program.cpp",
-            "-o",
-            "program.so",
-            *(_LINK_FLAGS if "linux" in compiler.machine else ()),
-        ]
+        (folder / "source.cpp").write_text(text, encoding="utf-8")
+        for input_name, path in inputs.items():
+            shutil.copy(path, folder / input_name)
+        line = [*compiler.command, f"-ffile-prefix-map={folder}=.", "-Ikernels", "source.cpp", *flags, "-o", output]
         try:
             done = subprocess.run(line, cwd=folder, capture_output=True, text=True)
         except OSError as error:
@@ -200,8 +220,8 @@ def _build(text: str, level: str, flags: tuple[str, ...], compiler: Compiler, ou
                 f"{shlex.join(compiler.command)} ({compiler.version}) refused the {level} program: "
                 f"{_first_error(done.stderr, done.returncode)}"
             )
-        _write_atomically((folder / "program.so").read_bytes(), output)
-    return output
+        _write_atomically((folder / output).read_bytes(), result)
+    return result
 
 
 def _first_error(stderr: str, code: int) -> str:
@@ -211,8 +231,8 @@ def _first_error(stderr: str, code: int) -> str:
 
 
 def _cache_key(text: str, flags: tuple[str, ...], compiler: Compiler) -> str:
-    parts = [str(ABI_VERSION), text, *flags, *_LINK_FLAGS, *compiler.command, compiler.version, compiler.machine]
-    for header in sorted(KERNELS.glob("*.hpp")):
+    parts = [str(ABI_VERSION), text, *flags, *compiler.command, compiler.version, compiler.machine]
+    for header in sorted(KERNELS.glob("*.?pp")):
         parts += [header.name, header.read_text(encoding="utf-8")]
     digest = hashlib.sha256()
     for part in parts:

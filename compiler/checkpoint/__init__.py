@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ...errors import CheckpointError
 from .architectures import ARCHITECTURES, check_supported
-from .base import Checkpoint
+from .base import Checkpoint, one_line
 from .random_weights import ConfigOnlyCheckpoint
 
 __all__ = ["ARCHITECTURES", "Checkpoint", "ConfigOnlyCheckpoint", "check_supported", "open_checkpoint", "open_config"]
@@ -49,8 +49,8 @@ def _download(hub_id: str) -> Path:
     try:
         return Path(snapshot_download(hub_id, allow_patterns=list(_HUB_FILES)))
     except Exception as error:  # connection, authentication and lookup errors have no common base
-        reason = " ".join(str(error).split())[:200]
+        reason = f"{type(error).__name__}: {one_line(error)}"
         raise CheckpointError(
-            f"{hub_id}: no such folder here, and not available from the hub ({type(error).__name__}: {reason}); "
+            f"{hub_id}: no such folder here, and not available from the hub ({reason}); "
             "download the model and pass its folder"
         ) from error

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...errors import CheckpointError, UnsupportedModelError
+from .base import one_line
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -76,7 +77,7 @@ def build_config(values: Mapping[str, object], where: Path) -> PretrainedConfig:
     try:
         config = CONFIG_MAPPING[model_type].from_dict(dict(values))
     except Exception as error:  # transformers validates with many exception types of its own
-        raise CheckpointError(f"{where}: transformers refuses the {model_type} config: {_one_line(error)}") from error
+        raise CheckpointError(f"{where}: transformers refuses the {model_type} config: {one_line(error)}") from error
     check_supported(config)
     return config
 
@@ -105,9 +106,7 @@ def check_supported(config: PretrainedConfig) -> None:
         )
     padding = getattr(config, "pad_token_id", None)
     if padding is not None and not -config.vocab_size <= padding < config.vocab_size:
-        raise CheckpointError(
-            f"config: pad_token_id is {padding}, expected an id below vocab_size={config.vocab_size}"
-        )
+        raise CheckpointError(f"config: pad_token_id is {padding}, expected less than vocab_size={config.vocab_size}")
     activation = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
     if activation not in architecture.activations:
         field = "hidden_activation" if config.model_type == "gemma3_text" else "hidden_act"
@@ -157,9 +156,7 @@ def expected_shapes(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
             model = causal_lm(config)
         model.tie_weights()
     except Exception as error:  # sizes that contradict each other surface as any exception of torch's
-        raise CheckpointError(
-            f"config: transformers cannot build this {config.model_type}: {_one_line(error)}"
-        ) from error
+        raise CheckpointError(f"config: transformers cannot build this model: {one_line(error)}") from error
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
@@ -205,12 +202,9 @@ def _ignored(name: str, config: PretrainedConfig, allow_extra_layers: bool) -> b
 
 
 def _examples(items: list[str]) -> str:
-    return ", ".join(items[:3]) + (", ..." if len(items) > 3 else "")
+    shown = [item if item.isprintable() else ascii(item) for item in items[:3]]  # names come from the file
+    return ", ".join(shown) + (", ..." if len(items) > 3 else "")
 
 
 def _unsupported(field: str, found: object, supported: Iterable[str]) -> UnsupportedModelError:
     return UnsupportedModelError(f"config: {field} {found!r} is not supported; supported: {', '.join(supported)}")
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]

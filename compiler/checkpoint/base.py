@@ -73,10 +73,16 @@ def read_json_object(path: Path) -> dict[str, object]:
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from error
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not valid JSON ({error}); download the file again") from error
+        raise CheckpointError(f"{path}: not valid JSON ({one_line(error)}); download the file again") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: expected a JSON object, found {type(value).__name__}")
     return value
+
+
+def one_line(error: Exception) -> str:
+    """A library's error text on one line, cut where it becomes an essay."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= 300 else f"{text[:300]}..."
 
 
 def write_json(path: Path, value: object) -> None:

@@ -77,7 +77,8 @@ def _dequantize(data: np.ndarray, tensor: GgufTensor) -> np.ndarray:
     for start in range(0, len(blocks), step):
         # One wide row: the package decodes rows in groups of 16, which is slow for rows of one block.
         chunk = blocks[start : start + step].reshape(1, -1)
-        out[start : start + step] = dequantize(chunk, kind).reshape(-1, block_elements)
+        with np.errstate(all="ignore"):  # damaged scales may be infinite or NaN, which is not this module's to judge
+            out[start : start + step] = dequantize(chunk, kind).reshape(-1, block_elements)
     return out
 
 

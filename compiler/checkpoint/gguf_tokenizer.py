@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...errors import CheckpointError, UnsupportedModelError
-from .base import write_json
+from .base import one_line, write_json
 from .gguf_reader import GgufReader
 from .gguf_vocabulary import CONTROL, USER_DEFINED, GgufVocabulary, read_vocabulary
 
@@ -171,7 +171,7 @@ def _bpe(vocabulary: GgufVocabulary, **options: Any) -> BPE:
         return BPE(**options)
     except Exception as error:  # the binding raises a bare Exception, such as for a merge outside the vocabulary
         raise CheckpointError(
-            f"{vocabulary.path}: tokens and merges contradict each other ({error}); convert the model to GGUF again"
+            f"{vocabulary.path}: tokens and merges contradict each other ({one_line(error)}); convert the model again"
         ) from error
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import CheckpointError, UnsupportedModelError
 from .architectures import build_config, check_tensors
-from .base import Checkpoint, generation_defaults, read_json_object
+from .base import Checkpoint, generation_defaults, one_line, read_json_object
 from .huggingface_tokenizer import end_of_turn_ids, has_tokenizer_files, write_tokenizer_files
 
 if TYPE_CHECKING:
@@ -121,13 +121,13 @@ class HuggingFaceCheckpoint(Checkpoint):
         missing = [shard for shard in shards if not (self.path / shard).is_file()]
         if missing:
             raise CheckpointError(
-                f"{self.path}: {len(missing)} of {len(shards)} shards are missing, first {missing[0]}; "
+                f"{self.path}: {len(missing)} of {len(shards)} shards are missing, first {missing[0]!r}; "
                 "download the checkpoint again"
             )
         held = {shard: set(self._open(shard).keys()) for shard in shards}
         for stored, shard in weight_map.items():
             if stored not in held[shard]:
-                raise CheckpointError(f"{index}: lists {stored} in {shard}, which lacks it; download both again")
+                raise CheckpointError(f"{index}: lists {stored!r} in {shard!r}, which lacks it; download both again")
         return weight_map
 
     def _no_safetensors(self) -> str:
@@ -150,7 +150,9 @@ class HuggingFaceCheckpoint(Checkpoint):
             try:
                 self._files[shard] = safe_open(file, framework="pt")
             except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{file}: not a whole safetensors file ({error}); download it again") from error
+                raise CheckpointError(
+                    f"{file}: not a whole safetensors file ({one_line(error)}); download it again"
+                ) from error
         return self._files[shard]
 
     def _add(self, stored: str, shard: str) -> None:
@@ -162,7 +164,9 @@ class HuggingFaceCheckpoint(Checkpoint):
                 name = replacement + stored.removeprefix(prefix)
                 break
         if name in self._stored:
-            raise CheckpointError(f"{self.path}: both {self._stored[name][1]} and {stored} hold {name}; keep one")
+            raise CheckpointError(
+                f"{self.path}: both {self._stored[name][1]!r} and {stored!r} hold {name!r}; keep one"
+            )
         view = self._open(shard).get_slice(stored)
         self._stored[name] = (shard, stored)
         self._shapes[name] = tuple(view.get_shape())

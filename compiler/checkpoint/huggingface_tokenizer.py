@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 from ...errors import CheckpointError
-from .base import read_json_object, write_json
+from .base import one_line, read_json_object, write_json
 
 _SLOW_FILES = ("tokenizer.model", "vocab.json")  # SentencePiece; byte-level BPE beside merges.txt
 
@@ -89,7 +89,7 @@ def _check_loads(file: Path) -> None:
     try:
         Tokenizer.from_file(str(file))
     except Exception as error:  # the binding raises a bare Exception
-        raise CheckpointError(f"{file}: tokenizers cannot load it ({error}); download it again") from error
+        raise CheckpointError(f"{file}: tokenizers cannot load it ({one_line(error)}); download it again") from error
 
 
 def _convert(folder: Path, out: Path) -> None:
@@ -101,6 +101,6 @@ def _convert(folder: Path, out: Path) -> None:
     except Exception as error:  # transformers raises many types, among them ImportError for absent sentencepiece
         raise CheckpointError(
             f"{folder}: no tokenizer.json, and transformers cannot convert the tokenizer there "
-            f"({' '.join(str(error).split())[:200]}); save a fast tokenizer with save_pretrained"
+            f"({one_line(error)}); save a fast tokenizer with save_pretrained"
         ) from error
     backend.save(str(out / "tokenizer.json"))

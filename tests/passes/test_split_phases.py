@@ -27,4 +27,4 @@ def test_the_head_sees_the_gathered_rows(before: Callable[..., Any]) -> None:
     output = stage.module.graph.output_node().args[0]
     head = output[0] if isinstance(output, (tuple, list)) else output
     rows = next(n for n in stage.module.graph.nodes if n.target == "logit_rows").meta["val"].shape[0]
-    assert head.meta["val"].shape == (1, rows, 203)
+    assert head.meta["val"].shape == (1, rows, 301)

@@ -14,6 +14,7 @@ from llmc.runtime import Engine
 from llmc.runtime.integrity import hash_file
 from llmc.runtime.manifest import MANIFEST_NAME, Manifest, ModelFacts, TargetEntry, encode_manifest
 from llmc.runtime.program import KvCacheSpec, Phase, Program, Scheme, WeightSpec, encode_program
+from llmc.runtime.tokenizer_index import INDEX_NAME, build_index
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 VOCAB_SIZE = 300
@@ -73,12 +74,17 @@ def build_bundle(toy_library: Callable[..., Path], toy_tokenizer: Tokenizer) -> 
         program_changes: dict[str, Any] | None = None,
         generation_config: dict[str, Any] | None = None,
         targets: tuple[str, ...] = (TARGET,),
+        index: bool = False,
     ) -> Path:
         root.mkdir(parents=True)
         (root / "config.json").write_text(json.dumps({"model_type": "toy", "eos_token_id": 1}))
         (root / "generation_config.json").write_text(json.dumps(generation_config or {"eos_token_id": [1, 2]}))
         (root / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<bos>", "eos_token": "<eos>"}))
         (root / "tokenizer.json").write_text(toy_tokenizer.to_str())
+        if index:
+            data = build_index(toy_tokenizer.to_str().encode())
+            assert data is not None
+            (root / INDEX_NAME).write_bytes(data)
         if template is not None:
             (root / "chat_template.jinja").write_text(template)
         levels = {"portable": {}} if libraries is None else libraries

@@ -77,7 +77,7 @@ LLMC_INLINE void each_rows(int rows, Function&& f) {
 }
 
 template <int D, class KV>
-void load_queries(const AttentionArgs& a, const RowTile& tile, TileScratch<D> scratch) {
+LLMC_NOINLINE void load_queries(const AttentionArgs& a, const RowTile& tile, TileScratch<D> scratch) {
   for (int r = 0; r < tile.rows; ++r) {
     const float* q = a.qkv + int64_t{tile.token(*a.step, r)} * a.ldq + tile.head(r) * D;
     auto* out = reinterpret_cast<typename KV::Element*>(scratch.queries) + r * D;
@@ -85,16 +85,23 @@ void load_queries(const AttentionArgs& a, const RowTile& tile, TileScratch<D> sc
   }
 }
 
-// scores[r][16 keys] = q[r] . k, for ROWS rows and one block of keys.
+// scores[r][16 keys] = q[r] . k, for ROWS rows and one block of keys. Blocks are scattered over the pool in pieces too
+// small for the hardware to foresee, so the values of this block and the keys of the next are fetched alongside.
 template <int D, class KV, int ROWS>
-LLMC_INLINE void score_block(const typename KV::Element* q, const typename KV::Element* keys, float* scores) {
+LLMC_INLINE void score_block(const typename KV::Element* q, const typename KV::Element* keys,
+                             const typename KV::Element* values, const typename KV::Element* next_keys, float* scores) {
   F16 acc[ROWS];
   LLMC_UNROLL for (int r = 0; r < ROWS; ++r) acc[r] = zero();
   if constexpr (KV::kPairs) {
-    for (int d = 0; d < D; d += 2)
+    for (int d = 0; d < D; d += 2) {
+      __builtin_prefetch(values + d * kBlock);
+      __builtin_prefetch(next_keys + d * kBlock);
       LLMC_UNROLL for (int r = 0; r < ROWS; ++r) acc[r] = dot_bf16(acc[r], keys + d * kBlock, load_u32(q + r * D + d));
+    }
   } else {
     for (int d = 0; d < D; ++d) {
+      __builtin_prefetch(values + d * kBlock);
+      __builtin_prefetch(next_keys + d * kBlock);
       const F16 k = load(keys + d * kBlock);
       LLMC_UNROLL for (int r = 0; r < ROWS; ++r) acc[r] = fma(set1(q[r * D + d]), k, acc[r]);
     }
@@ -159,7 +166,7 @@ LLMC_INLINE void weigh_values(const KvLayer<D, KV>& cache, const int32_t* blocks
 
 // The partial result of one chunk, into `part`.
 template <int D, class KV>
-void attend_chunk(const AttentionArgs& a, const KvLayer<D, KV>& cache, const RowTile& tile, int chunk,
+LLMC_NOINLINE void attend_chunk(const AttentionArgs& a, const KvLayer<D, KV>& cache, const RowTile& tile, int chunk,
                   TileScratch<D> scratch, State<D> part) {
 #ifdef LLMC_AVX512
   constexpr int kScoreRows = 8, kValueRows = 4;
@@ -176,7 +183,9 @@ void attend_chunk(const AttentionArgs& a, const KvLayer<D, KV>& cache, const Row
   each_rows<kScoreRows>(tile.rows, [&](int r, auto count) {
     const Element* q = reinterpret_cast<const Element*>(scratch.queries) + r * D;
     for (int b = first_block; b < end_block; ++b)
-      score_block<D, KV, count()>(q, cache.keys(blocks[b], tile.kv_head), scratch.scores + r * kChunk + b * kBlock);
+      score_block<D, KV, count()>(q, cache.keys(blocks[b], tile.kv_head), cache.values(blocks[b], tile.kv_head),
+                                  cache.keys(blocks[b + 1 < end_block ? b + 1 : b], tile.kv_head),
+                                  scratch.scores + r * kChunk + b * kBlock);
   });
   for (int r = 0; r < tile.rows; ++r)
     softmax_row(a, scratch.scores + r * kChunk, first_block, end_block, tile.begin(a, r) - origin, tile.end(a, r) - origin,

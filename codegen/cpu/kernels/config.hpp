@@ -11,7 +11,7 @@
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__) && \
     defined(__AVX512VNNI__) && defined(__AVX512BF16__)
 #define LLMC_AVX512 1
-#if defined(__AMX_TILE__) && defined(__AMX_INT8__) && defined(__AMX_BF16__)
+#if defined(__AMX_TILE__) && defined(__AMX_INT8__) && defined(__AMX_BF16__) && !defined(LLMC_AMX)
 #define LLMC_AMX 1
 #endif
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)

@@ -20,9 +20,26 @@ struct TileArgs {
 
 using TileFunction = void (*)(const TileArgs&);
 
-// How far ahead of its use a weight is fetched. The hardware prefetchers stop at 4 KiB pages, weights do not.
-constexpr int kPrefetchBytes = 1024;
-LLMC_INLINE void prefetch(const void* p) { __builtin_prefetch(static_cast<const char*>(p) + kPrefetchBytes, 0, 2); }
+// Fetches weights some way ahead of their use: the hardware prefetchers stop at 4 KiB pages, weights do not. A tile reads
+// BLOCKS blocks side by side, so near their end what comes next is the same place of the following BLOCKS.
+template <int BLOCKS>
+class Prefetch {
+ public:
+  Prefetch(const char* data, int64_t stride)
+      : next_(data + kDistance), end_(data + stride), stride_(stride) {}
+
+  // Call once for each 64 bytes of a block.
+  LLMC_INLINE void step() {
+    if (next_ == end_) next_ += (BLOCKS - 1) * stride_;
+    LLMC_UNROLL for (int b = 0; b < BLOCKS; ++b) __builtin_prefetch(next_ + b * stride_, 0, 2);
+    next_ += 64;
+  }
+
+ private:
+  static constexpr int kDistance = 1024;
+  const char *next_, *end_;
+  int64_t stride_;
+};
 
 // Largest tile of a format at this level, as many accumulators as the registers hold.
 template <Format F>

@@ -27,11 +27,10 @@ LLMC_INLINE void float_tile(const TileArgs& args, int64_t stride, int steps, Ste
     LLMC_UNROLL for (int b = 0; b < BLOCKS; ++b) acc[r][b] = zero();
   const char* operand = args.operand;
   const char* data = args.data;
+  Prefetch<BLOCKS> ahead(data, stride);
   for (int s = 0; s < steps; ++s) {
-    LLMC_UNROLL for (int b = 0; b < BLOCKS; ++b) {
-      prefetch(data + b * stride);
-      step.weight(b, data + b * stride);
-    }
+    ahead.step();
+    LLMC_UNROLL for (int b = 0; b < BLOCKS; ++b) step.weight(b, data + b * stride);
     LLMC_UNROLL for (int r = 0; r < ROWS; ++r) {
       step.operand(operand + r * args.operand_stride);
       LLMC_UNROLL for (int b = 0; b < BLOCKS; ++b) acc[r][b] = step.multiply(acc[r][b], b);

@@ -32,8 +32,9 @@ LLMC_INLINE void tile_i8(const TileArgs& args) {
   __m256i hi[4], lo[4];
   LLMC_UNROLL for (int i = 0; i < 4; ++i) hi[i] = lo[i] = _mm256_setzero_si256();
   const char* data = args.data;
+  Prefetch<BLOCKS> ahead(data, block_stride(Format::i8, args.padded_k));
   for (int k = 0; k < args.padded_k; k += 4, data += 64) {
-    prefetch(data);
+    ahead.step();
     const __m256i x_hi = _mm256_cvtepi8_epi16(_mm_set1_epi32(static_cast<int>(load_u32(row.hi + k))));
     const __m256i x_lo = _mm256_cvtepi8_epi16(_mm_set1_epi32(static_cast<int>(load_u32(row.lo + k))));
     LLMC_UNROLL for (int i = 0; i < 4; ++i) {
@@ -67,6 +68,7 @@ LLMC_INLINE void tile_i4(const TileArgs& args) {
   F16 acc[ROWS];
   LLMC_UNROLL for (int r = 0; r < ROWS; ++r) acc[r] = zero();
   const char* data = args.data;
+  Prefetch<BLOCKS> ahead(data, block_stride(Format::i4, args.padded_k));
   for (int g = 0; g < groups; ++g) {
     I16 hi[ROWS], lo[ROWS];
     LLMC_UNROLL for (int r = 0; r < ROWS; ++r) {
@@ -79,7 +81,7 @@ LLMC_INLINE void tile_i4(const TileArgs& args) {
       I16 hi16[ROWS], lo16[ROWS];
       LLMC_UNROLL for (int r = 0; r < ROWS; ++r) hi16[r].a = hi16[r].b = lo16[r].a = lo16[r].b = _mm256_setzero_si256();
       for (int k = c; k < c + 32; k += 8, data += 64) {
-        prefetch(data);
+        ahead.step();
         const __m256i a = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(data));
         const __m256i b = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(data) + 1);
         const __m256i even_a = _mm256_and_si256(a, low_nibble), odd_a = _mm256_and_si256(_mm256_srli_epi16(a, 4), low_nibble);

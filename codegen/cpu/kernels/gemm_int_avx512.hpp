@@ -38,12 +38,11 @@ LLMC_INLINE void tile_i8(const TileArgs& args) {
     }
   const int8_t* plane = reinterpret_cast<const int8_t*>(args.operand);
   const char* data = args.data;
+  Prefetch<BLOCKS> ahead(data, stride);
   for (int k = 0; k < args.padded_k; k += 4) {
     __m512i w[BLOCKS];
-    LLMC_UNROLL for (int b = 0; b < BLOCKS; ++b) {
-      prefetch(data + b * stride);
-      w[b] = _mm512_loadu_si512(data + b * stride);
-    }
+    ahead.step();
+    LLMC_UNROLL for (int b = 0; b < BLOCKS; ++b) w[b] = _mm512_loadu_si512(data + b * stride);
     LLMC_UNROLL for (int r = 0; r < ROWS; ++r) {
       const int8_t* x = plane + r * args.operand_stride;
       LLMC_UNROLL for (int b = 0; b < BLOCKS; ++b) hi[r][b] = dot4(hi[r][b], w[b], x);
@@ -71,6 +70,7 @@ LLMC_INLINE void tile_i4(const TileArgs& args) {
   LLMC_UNROLL for (int r = 0; r < ROWS; ++r)
     LLMC_UNROLL for (int b = 0; b < BLOCKS; ++b) acc[r][b] = zero();
   const char* data = args.data;
+  Prefetch<BLOCKS> ahead(data, stride);
   for (int g = 0; g < groups; ++g) {
     __m512i hi[ROWS][BLOCKS], lo[ROWS][BLOCKS];
     LLMC_UNROLL for (int r = 0; r < ROWS; ++r)
@@ -83,9 +83,9 @@ LLMC_INLINE void tile_i4(const TileArgs& args) {
     const int8_t* plane = reinterpret_cast<const int8_t*>(args.operand) + begin;
     for (int k = begin; k < end; k += 8) {
       __m512i even[BLOCKS], odd[BLOCKS];
+      ahead.step();
       LLMC_UNROLL for (int b = 0; b < BLOCKS; ++b) {
-        prefetch(data + b * stride);
-        const __m512i both = _mm512_loadu_si512(data + b * stride);
+          const __m512i both = _mm512_loadu_si512(data + b * stride);
         even[b] = _mm512_and_si512(both, low_nibble);
         odd[b] = _mm512_and_si512(_mm512_srli_epi16(both, 4), low_nibble);
       }

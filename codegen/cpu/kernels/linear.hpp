@@ -5,6 +5,7 @@
 // compute at the rate of the tile. Both run the same tiles and give the same bits.
 #pragma once
 
+#include "amx.hpp"
 #include "gemm.hpp"
 #include "parallel.hpp"
 
@@ -55,24 +56,36 @@ LLMC_INLINE void finish_row(const float* sums, const float* bias, int first, int
   }
 }
 
-// Raw products of up to TileShape::rows rows with the blocks of a panel.
+// Rows that pass by a panel at a time.
+template <Format F>
+constexpr int kTileRows = kHasAmx<F> ? 16 : TileShape<F>::rows;
+
+// Raw products of up to kTileRows rows with the blocks of a panel.
 template <Format F>
 LLMC_INLINE void panel_tile(const LinearShape& s, int row, int rows, int first, int blocks, float* sums) {
-  constexpr int kWide = TileShape<F>::blocks;
-  const auto run = [&](TileFunction function, int b) {
-    function({s.operand + row * s.operand_stride, s.operand_stride, s.data + (first + b) * s.data_stride,
-              s.scale + (first + b) * s.scale_stride, s.padded_k, s.group, sums + b * kBlock, kPanelWidth});
+  const auto at = [&](int r, int b) {
+    return TileArgs{s.operand + (row + r) * s.operand_stride, s.operand_stride,
+                    s.data + (first + b) * s.data_stride, s.scale + (first + b) * s.scale_stride,
+                    s.padded_k, s.group, sums + r * kPanelWidth + b * kBlock, kPanelWidth};
   };
-  int b = 0;
-  for (; b + kWide <= blocks; b += kWide) run(tile_for<F, kWide>(rows), b);
-  for (; b < blocks; ++b) run(tile_for<F, 1>(rows), b);
+#ifdef LLMC_AMX
+  if constexpr (kHasAmx<F>) {
+    if (F == Format::bf16 || rows == kAmxRows) return amx_panel<F>(at(0, 0), rows, blocks);
+  }
+#endif
+  constexpr int kWide = TileShape<F>::blocks, kHigh = TileShape<F>::rows;
+  for (int r = 0; r < rows; r += kHigh) {
+    int b = 0;
+    for (; b + kWide <= blocks; b += kWide) tile_for<F, kWide>(rows - r)(at(r, b));
+    for (; b < blocks; ++b) tile_for<F, 1>(rows - r)(at(r, b));
+  }
 }
 
 template <Format F, Epilogue E>
 void linear(const Ctx& ctx, const void* operand, const void* data, const void* scale, int group, const float* bias,
             int rows, int N, int K, float* out, int ldo) {
   const LinearShape shape = linear_shape<F>(operand, data, scale, group, N, K, E != Epilogue::none);
-  constexpr int kRows = TileShape<F>::rows;
+  constexpr int kRows = kTileRows<F>;
   const int64_t panels = ceil_div(shape.blocks, kPanelBlocks);
   // A narrow matrix has too few panels to balance the threads; its rows are split too.
   const int64_t wanted = panels < 4 * ctx.threads ? ceil_div(4 * ctx.threads, panels) : 1;

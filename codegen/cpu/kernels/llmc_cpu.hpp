@@ -1,4 +1,4 @@
-// All a generated program includes: the kernels, and the exported C functions but llmc_step.
+// All a generated program includes. The other C functions of a library are in exports.cpp, compiled once for all programs.
 #pragma once
 
 #include "attention.hpp"
@@ -6,5 +6,3 @@
 #include "linear.hpp"
 #include "norm.hpp"
 #include "rope_append.hpp"
-
-#include "exports.hpp"

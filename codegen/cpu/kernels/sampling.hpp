@@ -88,6 +88,11 @@ struct Cut {
   bool keeps(float x, int i) const { return x > logit || (x == logit && i <= index); }
 };
 
+// Whether all n logits at x are below `least`. Few tokens matter in most rows; whole vectors of others are passed over.
+LLMC_INLINE bool all_below(const float* x, int n, float least) {
+  return n == kBlock && reduce_max(max(load(x), set1(-kInfinity))) < least;
+}
+
 // The part of the vocabulary that the filters leave, for one row.
 class Ranking {
  public:
@@ -95,7 +100,7 @@ class Ranking {
       : x_(x), vocab_(vocab), top_(top), scale_(scale), floor_(min_p) {
     std::fill(count_, count_ + kBuckets, 0);
     std::fill(mass_, mass_ + kBuckets, 0.0);
-    each_weight([&](int, float w, int bucket) {
+    each_weight(-kInfinity, [&](int, float w, int bucket) {
       ++count_[bucket];
       mass_[bucket] += w;
     });
@@ -105,7 +110,7 @@ class Ranking {
   // `within`), whichever is first.
   Cut cut(int64_t count, double share, const Cut* within) {
     double total = 0;
-    if (within) each_weight([&](int i, float w, int) { total += within->keeps(x_[i], i) ? w : 0; });
+    if (within) each_weight(within->logit, [&](int i, float w, int) { total += within->keeps(x_[i], i) ? w : 0; });
     else for (double mass : mass_) total += mass;
     const double goal = share * total;
     int64_t kept = 0;
@@ -117,7 +122,8 @@ class Ranking {
     }
     thread_local std::vector<Cut> members;
     members.clear();
-    each_weight([&](int i, float, int bucket) {
+    const float least = b < kBuckets - 1 ? top_ - static_cast<float>(b + 2) / (scale_ * kPerUnit) : -kInfinity;
+    each_weight(least, [&](int i, float, int bucket) {
       if (bucket == b) members.push_back({x_[i], i});
     });
     std::sort(members.begin(), members.end(), [](const Cut& p, const Cut& q) {
@@ -135,11 +141,13 @@ class Ranking {
   static constexpr int kBuckets = 1024;
   static constexpr float kPerUnit = 48.0f;  // buckets of one unit of log probability; the last takes all beyond 21
 
-  // Calls f(index, weight, bucket) for each token that min-p leaves; bucket 0 holds the most likely.
+  // Calls f(index, weight, bucket) for each token that min-p leaves, at least for logits of `least` and more; bucket 0
+  // holds the most likely.
   template <class Function>
-  void each_weight(Function&& f) const {
+  void each_weight(float least, Function&& f) const {
     for (int i = 0; i < vocab_; i += kBlock) {
       const int n = vocab_ - i < kBlock ? vocab_ - i : kBlock;
+      if (all_below(x_ + i, n, least)) continue;
       float w[kBlock], bucket[kBlock];
       store(w, weights16(x_ + i, n, top_, scale_));
       // max(NaN, 0) is 0, but such a token has weight 0 and is skipped
@@ -185,6 +193,7 @@ inline int sample_row(const float* x, int vocab, const llmc_sampling& params, in
       const int begin = s * segments.length, end = std::min(begin + segments.length, vocab);
       for (int i = begin; i < end; i += kBlock) {
         const int n = end - i < kBlock ? end - i : kBlock;
+        if (all_below(x + i, n, cut.logit)) continue;
         float w[kBlock];
         store(w, weights16(x + i, n, top, scale));
         for (int j = 0; j < n; ++j)

@@ -140,9 +140,7 @@ static void run_attention(const Ctx& ctx, const AttentionCall& a, int decode) {
 
 #define BY_HEAD(D, bf16, name, ...)                                                        \
   switch (D) {                                                                             \
-    case 8: bf16 ? name<8, KvBf16>(__VA_ARGS__) : name<8, KvF32>(__VA_ARGS__); break;       \
     case 20: bf16 ? name<20, KvBf16>(__VA_ARGS__) : name<20, KvF32>(__VA_ARGS__); break;    \
-    case 64: bf16 ? name<64, KvBf16>(__VA_ARGS__) : name<64, KvF32>(__VA_ARGS__); break;    \
     case 80: bf16 ? name<80, KvBf16>(__VA_ARGS__) : name<80, KvF32>(__VA_ARGS__); break;    \
     case 256: bf16 ? name<256, KvBf16>(__VA_ARGS__) : name<256, KvF32>(__VA_ARGS__); break; \
     default: return 1;                                                                     \

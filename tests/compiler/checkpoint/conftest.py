@@ -84,6 +84,16 @@ def reload(checkpoint: object) -> transformers.PreTrainedModel:
     return model
 
 
+def tiny_vocabulary(writer: gguf.GGUFWriter) -> None:
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(TINY_TOKENS)
+    writer.add_token_scores([-float(index) for index in range(len(TINY_TOKENS))])
+    writer.add_token_types([2, 3, 3, *[6] * 16, *[1] * (len(TINY_TOKENS) - 19)])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_pad_token_id(0)
+
+
 def write_gguf(
     path: Path,
     model: transformers.PreTrainedModel,
@@ -91,9 +101,9 @@ def write_gguf(
     types: Callable[[str], str] = lambda name: "F32",
     metadata: Mapping[str, object] | None = None,
     extra_tensors: Mapping[str, np.ndarray] | None = None,
-    tokens: bool = True,
+    vocabulary: Callable[[gguf.GGUFWriter], None] | None = tiny_vocabulary,
 ) -> dict[str, np.ndarray]:
-    """Write `model` as llama.cpp's converter does, with the gguf package's own names; return the dequantised values.
+    """Write `model` as llama.cpp's converter does, with the package's own names; return what quantisation left of it.
 
     `metadata` replaces or, with the value None, removes keys (without their architecture prefix).
     """
@@ -127,29 +137,23 @@ def write_gguf(
             writer.add_array(name, value)
         elif value is not None:
             writer.add_uint32(name, value)
-    if tokens:
-        writer.add_tokenizer_model("llama")
-        writer.add_token_list(TINY_TOKENS)
-        writer.add_token_scores([-float(index) for index in range(len(TINY_TOKENS))])
-        writer.add_token_types([2, 3, 3, *[6] * 16, *[1] * (len(TINY_TOKENS) - 19)])
-        writer.add_bos_token_id(1)
-        writer.add_eos_token_id(2)
-        writer.add_pad_token_id(0)
+    if vocabulary is not None:
+        vocabulary(writer)
     arch_id = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == arch)
     names = gguf.get_tensor_name_map(arch_id, config.num_hidden_layers)
     values: dict[str, np.ndarray] = {}
     for name, parameter in model.named_parameters():
         data = parameter.detach().numpy()
-        if arch == "llama" and (".q_proj." in name or ".k_proj." in name):
+        rows, offset = np.arange(len(data)), 0
+        if arch == "llama" and (".q_proj." in name or ".k_proj." in name):  # LlamaModel.permute of convert_hf_to_gguf
             heads = config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads
-            halves = data.reshape(heads, 2, data.shape[0] // heads // 2, *data.shape[1:])
-            data = halves.swapaxes(1, 2).reshape(data.shape)
+            rows = rows.reshape(heads, 2, -1).swapaxes(1, 2).reshape(-1)
         if arch == "gemma3" and name.endswith("norm.weight"):
-            data = data + 1
+            offset = 1
         stem, suffix = name.rsplit(".", 1)
         kind = gguf.GGMLQuantizationType[types(name) if data.ndim == 2 else "F32"]
-        stored = gguf.quants.quantize(np.ascontiguousarray(data), kind)
-        values[name] = gguf.quants.dequantize(stored, kind)
+        stored = gguf.quants.quantize(np.ascontiguousarray(data[rows] + offset), kind)
+        values[name] = gguf.quants.dequantize(stored, kind)[np.argsort(rows)] - offset
         writer.add_tensor(f"{names.get_name(stem)}.{suffix}", stored, raw_dtype=kind)
     for name, data in (extra_tensors or {}).items():
         writer.add_tensor(name, data)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
 from llmc.compiler.checkpoint import ARCHITECTURES, check_supported
 from llmc.compiler.checkpoint.architectures import build_config, check_tensors, expected_shapes
 from llmc.errors import CheckpointError, LlmcError, UnsupportedModelError

@@ -9,7 +9,6 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-
 from llmc.compiler.checkpoint import open_checkpoint
 from llmc.compiler.checkpoint.gguf_reader import GgufReader
 from llmc.errors import CheckpointError, LlmcError, UnsupportedModelError

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-
 from llmc.compiler.checkpoint import ARCHITECTURES, Checkpoint, open_checkpoint
 from llmc.errors import CheckpointError, LlmcError, UnsupportedModelError
+from safetensors.torch import load_file, save_file
 
 INDEX = "model.safetensors.index.json"
 

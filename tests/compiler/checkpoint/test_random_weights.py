@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from llmc.compiler.checkpoint import ARCHITECTURES, open_config
 from llmc.errors import CheckpointError, LlmcError
 

@@ -1,0 +1,142 @@
+// The loops behind kernels.py: the machine's limits, then the kernels.
+#include <chrono>
+#include <cstdio>
+#include <initializer_list>
+#include <vector>
+
+#include "llmc_cpu.hpp"
+
+using namespace llmc;
+
+LLMC_EXPORT int32_t llmc_step(const llmc_model*, const llmc_step_args*) { return 0; }
+
+static double now() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+template <class Function>
+static double best_of(int runs, Function&& f) {
+  double best = 1e9;
+  for (int i = 0; i < runs; ++i) {
+    const double start = now();
+    f();
+    const double took = now() - start;
+    best = took < best ? took : best;
+  }
+  return best;
+}
+
+static double read_bandwidth(const std::vector<char>& memory, int threads) {
+  const char* base = memory.data();
+  const size_t size = memory.size();
+  const double seconds = best_of(7, [&] {
+    parallel(threads, [&](int thread, int count) {
+      F16 sum[4] = {zero(), zero(), zero(), zero()};
+      for (size_t i = size / count * thread; i + 256 <= size / count * (thread + 1); i += 256)
+        for (int j = 0; j < 4; ++j) {
+          __builtin_prefetch(base + i + j * 64 + 1024, 0, 2);
+          sum[j] = sum[j] + load(reinterpret_cast<const float*>(base + i + j * 64));
+        }
+      volatile float keep = reduce_add((sum[0] + sum[1]) + (sum[2] + sum[3]));
+      (void)keep;
+    });
+  });
+  return static_cast<double>(size) / seconds;
+}
+
+static double copy_bandwidth(std::vector<char>& memory, int threads) {
+  char* base = memory.data();
+  const size_t half = memory.size() / 2;
+  const double seconds = best_of(7, [&] {
+    parallel(threads, [&](int thread, int count) {
+      const size_t begin = half / count * thread;
+      std::memcpy(base + half + begin, base + begin, half / count);
+    });
+  });
+  return static_cast<double>(memory.size()) / seconds;  // read and written
+}
+
+// Vector instructions per second of one thread, and how many multiply-adds each does.
+struct Peak {
+  double rate, width;
+};
+
+template <Format F>
+static Peak instruction_peak() {
+  constexpr int kCount = 12, kRounds = 2000000;
+#ifdef LLMC_AVX512
+  const double seconds = best_of(3, [] {
+    if constexpr (F == Format::i8 || F == Format::i4) {
+      __m512i acc[kCount] = {}, x = _mm512_set1_epi8(1);
+      __asm__ volatile("" : "+v"(x));
+      for (int n = 0; n < kRounds; ++n)
+        LLMC_UNROLL for (int i = 0; i < kCount; ++i) {
+          acc[i] = _mm512_dpbusd_epi32(acc[i], x, x);
+          __asm__("" : "+v"(acc[i]));
+        }
+      for (__m512i& a : acc) __asm__ volatile("" ::"v"(a));
+    } else {
+      __m512 acc[kCount] = {}, x = _mm512_set1_ps(1e-3f);
+      __asm__ volatile("" : "+v"(x));
+      for (int n = 0; n < kRounds; ++n)
+        LLMC_UNROLL for (int i = 0; i < kCount; ++i) {
+          if constexpr (F == Format::bf16)
+            acc[i] = _mm512_dpbf16_ps(acc[i], reinterpret_cast<__m512bh>(x), reinterpret_cast<__m512bh>(x));
+          else
+            acc[i] = _mm512_fmadd_ps(x, x, acc[i]);
+          __asm__("" : "+v"(acc[i]));
+        }
+      for (__m512& a : acc) __asm__ volatile("" ::"v"(a));
+    }
+  });
+  return {kRounds * double{kCount} / seconds, F == Format::f32 ? 16.0 : 32.0};  // i8, i4: 64 bytes for each of two planes
+#else
+  return {0, 1};
+#endif
+}
+
+struct Bench {
+  int threads;
+  double read;
+  std::vector<char> weights;
+  std::vector<char> scales = std::vector<char>(size_t{64} << 20, 0x2c), operand = std::vector<char>(size_t{16} << 20, 1);
+  std::vector<float> out = std::vector<float>(size_t{4} << 20);
+
+  template <Format F>
+  double seconds(int rows, int N, int K) {
+    static const llmc_model model{};
+    static const llmc_step_args step{};
+    const Ctx ctx{&model, &step, 0, 0, threads};
+    return best_of(rows > 16 ? 5 : 9, [&] {
+      linear<F, Epilogue::none>(ctx, operand.data(), weights.data(), scales.data(), 32, nullptr, rows, N, K, out.data(), N);
+    });
+  }
+
+  template <Format F>
+  void run(const char* name) {
+    for (const auto& [N, K] : {std::pair<int, int>{262144, 640}, {32768, 4096}}) {
+      const double bytes = static_cast<double>(N) * K / 16 * (block_stride(F, 64) / 64.0) + (F == Format::i4 ? N / 32.0 * K * 2 : 0);
+      if (bytes > static_cast<double>(weights.size())) continue;
+      const double rate = bytes / seconds<F>(1, N, K);
+      std::printf("gemv %-4s N=%-6d K=%-5d %6.1f GB/s  %3.0f%% of read bandwidth\n", name, N, K, rate / 1e9, 100 * rate / read);
+    }
+    const Peak peak = instruction_peak<F>();
+    for (const int rows : {16, 512}) {
+      const double macs = static_cast<double>(rows) * 2048 * 2048 / seconds<F>(rows, 2048, 2048);
+      std::printf("gemm %-4s rows=%-3d N=K=2048 %6.0f GFLOP/s  ", name, rows, 2 * macs / 1e9);
+      if (peak.rate > 0) std::printf("%3.0f%% of the instruction's peak\n", 100 * macs / peak.width / peak.rate / threads);
+      else std::printf("\n");
+    }
+  }
+};
+
+LLMC_EXPORT void benchmark(int threads) {
+  Bench bench{threads, 0, std::vector<char>(size_t{512} << 20, 1)};
+  bench.read = read_bandwidth(bench.weights, threads);
+  std::printf("read %.1f GB/s, memcpy %.1f GB/s (read + written)\n", bench.read / 1e9, copy_bandwidth(bench.weights, threads) / 1e9);
+  bench.run<Format::i8>("i8");
+  bench.run<Format::i4>("i4");
+  bench.run<Format::bf16>("bf16");
+  bench.run<Format::f32>("f32");
+  std::fflush(stdout);
+}

@@ -1,0 +1,125 @@
+"""`llmc compile`: a model in, a bundle out, and a summary of what was done."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from ...environment import DUMP_DIR
+from ...errors import MissingExtraError
+from .output import json_option, note, print_json, print_table
+
+if TYPE_CHECKING:
+    from ..report import CompileReport
+
+
+class _OptionalTolerance(click.ParamType[float]):
+    """`--verify-each` alone, or with a tolerance after `=`."""
+
+    name = "tolerance"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        try:
+            return float(str(value))
+        except ValueError:
+            self.fail(f"{value!r} is not a number", param, ctx)
+
+
+@click.command(name="compile")
+@click.argument("model")
+@click.option("--target", help="What to compile for, as device-scheme: see 'llmc targets'. [default: cpu-int8]")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="The bundle. [default: NAME.llmc]")
+@click.option("--quantization", help="f32, bf16, int8, int4 or int4-g32/64/128 in place of the target's scheme.")
+@click.option("--kv-dtype", default="auto", show_default=True, help="KV cache: bf16 or f32; auto is f32 for f32 models.")
+@click.option("--max-tokens", type=int, default=512, show_default=True, help="Most tokens one step may take.")
+@click.option("--cpu-levels", help="Instruction-set levels to build, such as avx2,avx512 or native. [default: all]")
+@click.option("--config", type=click.Path(path_type=Path), help="A config.json in place of the model's own.")
+@click.option("--num-layers", type=int, help="Compile only the first N layers.")
+@click.option("--dump-ir", type=click.Path(path_type=Path), help="Write the graph after each pass to this folder.")
+@click.option(
+    "--verify-each",
+    type=_OptionalTolerance(),
+    is_flag=False,
+    flag_value="1e-4",
+    help="Compare logits before and after each pass on the real weights. [tolerance: 1e-4]",
+)
+@click.option("--stop-after", metavar="PASS", help="Stop after this pass; writes no bundle.")
+@click.option("--dry-run", is_flag=True, help="Run every pass and lowering on shapes alone; writes no bundle.")
+@json_option
+def command(
+    model: str,
+    target: str | None,
+    output: Path | None,
+    quantization: str | None,
+    kv_dtype: str,
+    max_tokens: int,
+    cpu_levels: str | None,
+    config: Path | None,
+    num_layers: int | None,
+    dump_ir: Path | None,
+    verify_each: float | None,
+    stop_after: str | None,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Compile MODEL (a Hugging Face folder, a GGUF file, a hub id, or a config.json for random weights) into a bundle."""
+    try:
+        from ..driver import run
+        from ..options import DEFAULT_TARGET, CompileOptions
+        from ..progress import Terminal
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(
+            f"compiling needs the package {error.name!r}, which is not installed; run: pip install 'llmc[compile]'"
+        ) from None
+    if target is None:
+        target = DEFAULT_TARGET
+        note(f"no --target given: compiling for {target}")
+    options = CompileOptions(
+        model=model,
+        target=target,
+        output=output,
+        quantization=quantization,
+        kv_dtype=kv_dtype,
+        max_tokens=max_tokens,
+        cpu_levels=tuple(cpu_levels.split(",")) if cpu_levels else None,
+        config=config,
+        num_layers=num_layers,
+        dump_ir=dump_ir or DUMP_DIR.get(),
+        verify_each=verify_each,
+        stop_after=stop_after,
+        dry_run=dry_run,
+    )
+    with Terminal() as progress:
+        report = run(options, progress)
+    if as_json:
+        print_json(report.as_json())
+    else:
+        _print_summary(report)
+
+
+def _print_summary(report: CompileReport) -> None:
+    click.echo(f"{report.model} ({report.architecture}, {report.num_parameters / 1e6:.1f} M parameters) for {report.target}")
+    rows = [
+        (r.name, ", ".join(f"{k} {v}" for k, v in r.matches.items() if v) or "-", _operators(r.operators_after))
+        for r in report.passes
+    ]
+    print_table(("pass", "matches", "operators after"), rows)
+    for name, error in report.verify_errors.items():
+        click.echo(f"verified {name}: relative logit error {error:.1e}")
+    if report.weight_bytes:
+        weights = ", ".join(f"{name} {size / 1e6:.1f} MB" for name, size in report.weight_bytes.items())
+        calls = ", ".join(f"{name} {count}" for name, count in report.kernel_calls.items())
+        click.echo(f"weights: {weights}")
+        click.echo(f"kernel calls: {calls}; arena {report.arena_bytes / 1e6:.1f} MB, KV {report.kv_bytes_per_token} B/token")
+    seconds = ", ".join(f"{name} {value:.1f}" for name, value in report.stage_seconds.items())
+    click.echo(f"seconds: {seconds}")
+    if report.output is not None:
+        click.echo(f"wrote {report.output} ({report.bundle_bytes / 1e6:.1f} MB); try: llmc run {report.output} -p 'Once upon a time'")
+    else:
+        click.echo("wrote no bundle")
+
+
+def _operators(counts: dict[str, int]) -> str:
+    return f"{sum(counts.values())} ({len(counts)} kinds)"

@@ -1,0 +1,485 @@
+"""The kernels of each level that this machine runs, behind numpy arrays; every output is poisoned and guarded."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from llmc.codegen.cpu import packing, toolchain
+from llmc.errors import ToolchainError
+
+SOURCE = Path(__file__).parent / "kernels_under_test.cpp"
+FORMATS = {"f32": 0, "bf16": 1, "i8": 2, "i4": 3}
+EMULATED = "amx-emulated"
+EPILOGUES = {"none": 0, "glu_silu": 1, "glu_gelu_tanh": 2, "glu_gelu": 3}
+GUARD = 24
+POISON = np.float32(np.nan)
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class Model(ctypes.Structure):
+    _fields_ = (
+        ("weights", ctypes.c_void_p),
+        ("arena", ctypes.c_void_p),
+        ("kv_pool", ctypes.c_void_p),
+        ("max_tokens", ctypes.c_int32),
+        ("num_threads", ctypes.c_int32),
+    )
+
+
+class StepArgs(ctypes.Structure):
+    _fields_ = (
+        ("phase", ctypes.c_int32),
+        ("num_tokens", ctypes.c_int32),
+        ("num_seqs", ctypes.c_int32),
+        ("max_blocks", ctypes.c_int32),
+        ("num_logit_rows", ctypes.c_int32),
+        ("token_ids", ctypes.c_void_p),
+        ("positions", ctypes.c_void_p),
+        ("query_start", ctypes.c_void_p),
+        ("context_len", ctypes.c_void_p),
+        ("block_table", ctypes.c_void_p),
+        ("logit_rows", ctypes.c_void_p),
+        ("logits", ctypes.c_void_p),
+    )
+
+
+class Sampling(ctypes.Structure):
+    _fields_ = (
+        ("temperature", ctypes.c_float),
+        ("top_k", ctypes.c_int32),
+        ("top_p", ctypes.c_float),
+        ("min_p", ctypes.c_float),
+        ("seed", ctypes.c_uint64),
+        ("offset", ctypes.c_uint64),
+    )
+
+
+class RopeArgs(ctypes.Structure):
+    _fields_ = (
+        ("qkv", ctypes.c_void_p),
+        ("HQ", ctypes.c_int),
+        ("HKV", ctypes.c_int),
+        ("q_norm", ctypes.c_void_p),
+        ("k_norm", ctypes.c_void_p),
+        ("eps", ctypes.c_float),
+        ("inv_freq", ctypes.c_void_p),
+        ("rotary_dim", ctypes.c_int),
+        ("attention_scaling", ctypes.c_float),
+        ("layer_offset", ctypes.c_int64),
+        ("block_bytes", ctypes.c_int64),
+    )
+
+
+class AttentionCall(ctypes.Structure):
+    _fields_ = (
+        ("qkv", ctypes.c_void_p),
+        ("ldq", ctypes.c_int),
+        ("HQ", ctypes.c_int),
+        ("HKV", ctypes.c_int),
+        ("layer_offset", ctypes.c_int64),
+        ("block_bytes", ctypes.c_int64),
+        ("scale", ctypes.c_float),
+        ("window", ctypes.c_int),
+        ("softcap", ctypes.c_float),
+        ("out", ctypes.c_void_p),
+        ("ldo", ctypes.c_int),
+        ("workspace", ctypes.c_void_p),
+    )
+
+
+def pointer(array: Array | None) -> ctypes.c_void_p:
+    if array is None:
+        return ctypes.c_void_p(None)
+    assert array.flags.c_contiguous
+    return ctypes.c_void_p(array.ctypes.data)
+
+
+def aligned(size: int, fill: int = 0xFF) -> Array:
+    """Bytes on a 64-byte boundary, NaN in every float type unless filled otherwise."""
+    raw = np.empty(size + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    view = raw[start : start + size]
+    view.fill(fill)
+    return view
+
+
+@dataclass
+class Matrix:
+    """A packed matrix and the float64 values it stands for (for a pair: gate rows, then up rows)."""
+
+    kind: str
+    values: Array
+    data: Array
+    scale: Array | None
+    group: int
+    rows: int  # of the output: half of a pair's
+    k: int
+
+
+def make_matrix(kind: str, n: int, k: int, *, group: int = 32, pair: bool = False, seed: int = 0) -> Matrix:
+    rng = np.random.default_rng(seed)
+    halves = [_pack(kind, rng.standard_normal((n, k)).astype(np.float32), group) for _ in range(2 if pair else 1)]
+    values = np.concatenate([half[0] for half in halves])
+    data, scale = halves[0][1], halves[0][2]
+    if pair:
+        data = packing.interleave(data, halves[1][1])
+        scale = None if scale is None else packing.interleave(scale, halves[1][2])
+    return Matrix(kind, values.astype(np.float64), _on_boundary(data), scale, group, n, k)
+
+
+def _pack(kind: str, w: Array, group: int) -> tuple[Array, Array, Any]:
+    n, k = w.shape
+    scale: Array | None = None
+    if kind == "f32":
+        data: Array = packing.pack_f32(w)
+    elif kind == "bf16":
+        data = packing.pack_bf16(packing.to_bf16(w))
+    elif kind == "i8":
+        data, scale = packing.pack_int8(*packing.quantize_int8(w))
+    else:
+        data, scale = packing.pack_int4(*packing.quantize_int4(w, group))
+    return packing.unpack(kind, data, scale, n, k, group), data, scale
+
+
+def _on_boundary(array: Array) -> Array:
+    view = aligned(array.nbytes).view(array.dtype)
+    view[:] = array.reshape(-1)
+    return view.reshape(array.shape)
+
+
+@dataclass
+class Cache:
+    """A KV pool with one block table for each sequence, blocks scattered; unwritten content is NaN."""
+
+    dim: int
+    kv_heads: int
+    bf16: bool
+    lengths: Sequence[int]  # most tokens of each sequence
+    layers: int = 2
+    layer: int = 1
+    seed: int = 0
+    table: Array = field(init=False)
+    pool: Array = field(init=False)
+
+    def __post_init__(self) -> None:
+        blocks = [-(-length // 16) for length in self.lengths]
+        order = np.random.default_rng(self.seed).permutation(sum(blocks) + 3).astype(np.int32)
+        self.table = np.full((len(blocks), max(blocks)), -1_000_000_000, np.int32)
+        for i, (start, count) in enumerate(zip(itertools.accumulate([0, *blocks]), blocks, strict=False)):
+            self.table[i, :count] = order[start : start + count]
+        self.pool = aligned((sum(blocks) + 3) * self.block_bytes)
+
+    @property
+    def layer_bytes(self) -> int:
+        return 2 * self.kv_heads * self.dim * 16 * (2 if self.bf16 else 4)
+
+    @property
+    def block_bytes(self) -> int:
+        return self.layers * self.layer_bytes
+
+    def token(self, sequence: int, position: int) -> tuple[Array, Array]:
+        """Keys and values `[kv_heads, dim]` of one position, read as docs/bundle.md lays them out."""
+        start = int(self.table[sequence, position // 16]) * self.block_bytes + self.layer * self.layer_bytes
+        layer = self.pool[start : start + self.layer_bytes]
+        values = packing.from_bf16(layer.view(np.uint16)) if self.bf16 else layer.view(np.float32)
+        k, v = values.reshape(2, -1)
+        slot = position % 16
+        if self.bf16:
+            keys = k.reshape(self.kv_heads, self.dim // 2, 16, 2)[:, :, slot].reshape(self.kv_heads, self.dim)
+        else:
+            keys = k.reshape(self.kv_heads, self.dim, 16)[:, :, slot]
+        return keys, v.reshape(self.kv_heads, 16, self.dim)[:, slot]
+
+
+class Kernels:
+    """One level's kernels."""
+
+    def __init__(self, path: Path, level: str) -> None:
+        self.level = level
+        self.lib = ctypes.CDLL(str(path))
+        self.lib.test_operand_bytes.restype = ctypes.c_int64
+        self.lib.test_workspace_bytes.restype = ctypes.c_int64
+
+    def pack_rows(self, kind: str, x: Array, group: int = 32, threads: int = 1) -> Array:
+        rows, k = x.shape
+        operand = aligned(rows * self.lib.test_operand_bytes(FORMATS[kind], k, group))
+        self.lib.test_pack_rows(FORMATS[kind], pointer(x), rows, k, group, pointer(operand), threads)
+        return operand
+
+    def linear(
+        self, x: Array, w: Matrix, *, bias: Array | None = None, epilogue: str = "none", threads: int = 1
+    ) -> Array:
+        """`x [rows, K]` times the matrix; fails if a column beyond N is written."""
+        rows = x.shape[0]
+        operand = self.pack_rows(w.kind, x, w.group, threads)
+        return self.linear_packed(operand, rows, w, bias=bias, epilogue=epilogue, threads=threads)
+
+    def linear_packed(
+        self,
+        operand: Array,
+        rows: int,
+        w: Matrix,
+        *,
+        bias: Array | None = None,
+        epilogue: str = "none",
+        threads: int = 1,
+    ) -> Array:
+        out = np.full((rows + 1, w.rows + GUARD), POISON, np.float32)
+        self.lib.test_linear(
+            FORMATS[w.kind],
+            EPILOGUES[epilogue],
+            pointer(operand),
+            pointer(w.data),
+            pointer(w.scale),
+            w.group,
+            pointer(bias),
+            rows,
+            w.rows,
+            w.k,
+            pointer(out),
+            out.shape[1],
+            threads,
+        )
+        assert np.isnan(out[rows]).all(), "a row beyond the last was written"
+        assert np.isnan(out[:, w.rows :]).all(), "a column beyond N was written"
+        assert not np.isnan(out[:rows, : w.rows]).any(), "an output was not written"
+        return out[:rows, : w.rows]
+
+    def rms_norm(self, x: Array, weight: Array, eps: float, threads: int = 1) -> Array:
+        rows, width = x.shape
+        out = np.full(rows * width + GUARD, POISON, np.float32)
+        self.lib.test_rms_norm(pointer(x), pointer(weight), ctypes.c_float(eps), rows, width, pointer(out), threads)
+        assert np.isnan(out[rows * width :]).all()
+        return out[: rows * width].reshape(rows, width)
+
+    def residual_norm(
+        self,
+        x: Array,
+        weight: Array,
+        *,
+        post: Array | None = None,
+        residual: Array | None = None,
+        kind: str | None = None,
+        group: int = 32,
+        threads: int = 1,
+    ) -> Array:
+        """Floats, or the packed operand if `kind` is given; `residual` is updated in place."""
+        rows, width = x.shape
+        row_bytes = 4 * width if kind is None else self.lib.test_operand_bytes(FORMATS[kind], width, group)
+        out = aligned(rows * row_bytes)
+        self.lib.test_residual_norm(
+            int(post is not None),
+            int(residual is not None),
+            -1 if kind is None else FORMATS[kind],
+            group,
+            rows,
+            width,
+            pointer(x),
+            pointer(post),
+            ctypes.c_float(1e-5),
+            pointer(residual),
+            pointer(weight),
+            ctypes.c_float(1e-6),
+            pointer(out),
+            threads,
+        )
+        return out.view(np.float32).reshape(rows, width) if kind is None else out
+
+    def embedding(self, ids: Array, w: Matrix, multiplier: float, threads: int = 1) -> Array:
+        out = np.full(len(ids) * w.k + GUARD, POISON, np.float32)
+        step = StepArgs(num_tokens=len(ids), token_ids=pointer(ids))
+        self.lib.test_embedding(
+            FORMATS[w.kind],
+            ctypes.byref(step),
+            pointer(w.data),
+            pointer(w.scale),
+            w.group,
+            w.rows,
+            w.k,
+            ctypes.c_float(multiplier),
+            pointer(out),
+            threads,
+        )
+        assert np.isnan(out[len(ids) * w.k :]).all()
+        return out[: len(ids) * w.k].reshape(-1, w.k)
+
+    def rope_append(
+        self,
+        cache: Cache,
+        qkv: Array,
+        heads: int,
+        starts: Sequence[int],
+        counts: Sequence[int],
+        inv_freq: Array,
+        *,
+        q_norm: Array | None = None,
+        k_norm: Array | None = None,
+        scaling: float = 1.0,
+        threads: int = 1,
+    ) -> None:
+        """Rotates `qkv [T, heads + 2 kv_heads, dim]` in place and writes the cache.
+
+        Sequence i has `counts[i]` tokens from position `starts[i]`.
+        """
+        with_step = self._step(cache, starts, counts, threads)
+        args = RopeArgs(
+            qkv=pointer(qkv),
+            HQ=heads,
+            HKV=cache.kv_heads,
+            q_norm=pointer(q_norm),
+            k_norm=pointer(k_norm),
+            eps=1e-6,
+            inv_freq=pointer(inv_freq),
+            rotary_dim=2 * len(inv_freq),
+            attention_scaling=scaling,
+            layer_offset=cache.layer * cache.layer_bytes,
+            block_bytes=cache.block_bytes,
+        )
+        failed = self.lib.test_rope_append(*with_step.pointers, cache.dim, int(cache.bf16), ctypes.byref(args))
+        assert not failed, "head_dim is not instantiated in kernels_under_test.cpp"
+
+    def attention(
+        self,
+        cache: Cache,
+        qkv: Array,
+        heads: int,
+        starts: Sequence[int],
+        counts: Sequence[int],
+        *,
+        decode: bool = False,
+        scale: float = 0.25,
+        window: int = 0,
+        softcap: float = 0.0,
+        threads: int = 1,
+    ) -> Array:
+        """`[T, heads, dim]` for rotated queries `qkv [T, heads + 2 kv_heads, dim]`."""
+        tokens, width = qkv.shape[0], heads * cache.dim
+        with_step = self._step(cache, starts, counts, threads)
+        out = np.full((tokens, width + GUARD), POISON, np.float32)
+        size = packing.attention_workspace_bytes(
+            tokens, heads, cache.kv_heads, cache.dim, max(cache.lengths), threads
+        )
+        workspace = aligned(size + 256)
+        call = AttentionCall(
+            qkv=pointer(qkv),
+            ldq=(heads + 2 * cache.kv_heads) * cache.dim,
+            HQ=heads,
+            HKV=cache.kv_heads,
+            layer_offset=cache.layer * cache.layer_bytes,
+            block_bytes=cache.block_bytes,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            out=pointer(out),
+            ldo=out.shape[1],
+            workspace=pointer(workspace),
+        )
+        failed = self.lib.test_attention(
+            *with_step.pointers, cache.dim, int(cache.bf16), int(decode), ctypes.byref(call)
+        )
+        assert not failed, "head_dim is not instantiated in kernels_under_test.cpp"
+        assert np.isnan(out[:, width:]).all(), "a column beyond the heads was written"
+        assert (workspace[size:] == 0xFF).all(), "the workspace overflowed"
+        return out[:, :width].reshape(tokens, heads, cache.dim)
+
+    def sample(
+        self,
+        logits: Array,
+        params: Sequence[Sampling],
+        *,
+        threads: int = 1,
+        logprobs: bool = True,
+    ) -> tuple[Array, Array]:
+        rows, vocab = logits.shape
+        ids, logp = np.full(rows, -1, np.int32), np.full(rows, POISON, np.float32)
+        array = (Sampling * rows)(*params)
+        self.lib.llmc_sample(
+            pointer(logits), rows, vocab, array, threads, pointer(ids), pointer(logp if logprobs else None)
+        )
+        return ids, logp
+
+    def _step(self, cache: Cache, starts: Sequence[int], counts: Sequence[int], threads: int) -> _Step:
+        return _Step(cache, starts, counts, threads)
+
+
+class _Step:
+    """The C structs of a step, and the arrays they point to, for as long as it lives."""
+
+    def __init__(self, cache: Cache, starts: Sequence[int], counts: Sequence[int], threads: int) -> None:
+        positions = [range(s, s + c) for s, c in zip(starts, counts, strict=True)]
+        self.positions = np.array(list(itertools.chain(*positions)), np.int32)
+        self.query_start = np.cumsum([0, *counts]).astype(np.int32)
+        self.context_len = (np.array(starts) + np.array(counts)).astype(np.int32)
+        self.table = cache.table
+        tokens = len(self.positions)
+        self.model = Model(kv_pool=pointer(cache.pool), max_tokens=tokens, num_threads=threads)
+        self.step = StepArgs(
+            num_tokens=tokens,
+            num_seqs=len(counts),
+            max_blocks=self.table.shape[1],
+            positions=pointer(self.positions),
+            query_start=pointer(self.query_start),
+            context_len=pointer(self.context_len),
+            block_table=pointer(self.table),
+        )
+        self.pointers = (ctypes.byref(self.model), ctypes.byref(self.step))
+
+
+@pytest.fixture(scope="session")
+def compiler() -> toolchain.Compiler:
+    try:
+        return toolchain.find_compiler()
+    except ToolchainError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def libraries(compiler: toolchain.Compiler, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A library for each level that this machine has. One without AMX gets it emulated, to test the tiles' logic."""
+    folder = tmp_path_factory.mktemp("kernels")
+    source = SOURCE.read_text()
+    libraries = toolchain.compile_levels(source, folder, levels=["portable"], compiler=compiler)
+    highest = ctypes.CDLL(str(libraries["portable"])).llmc_cpu_level()
+    levels = [level for level in list(toolchain.LEVEL_FLAGS)[1 : highest + 1] if level in compiler.levels]
+    jobs = {level: (source, level) for level in levels}
+    if "avx512" in levels and "amx" not in levels:
+        jobs[EMULATED] = ((SOURCE.parent / "amx_emulation.hpp").read_text() + source, "avx512")
+
+    def build(name: str) -> Path:
+        text, level = jobs[name]
+        return toolchain.compile_library(text, level, folder / f"lib{name}.so", compiler=compiler)
+
+    with ThreadPoolExecutor() as pool:
+        return {**libraries, **dict(zip(jobs, pool.map(build, jobs), strict=True))}
+
+
+@pytest.fixture(scope="session", params=[*toolchain.LEVEL_FLAGS, EMULATED])
+def kernels(request: pytest.FixtureRequest, libraries: dict[str, Path]) -> Kernels:
+    """Each level that this machine has."""
+    level: str = request.param
+    if level not in libraries:
+        pytest.skip(f"this machine has no {level}")
+    return Kernels(libraries[level], level)
+
+
+@pytest.fixture(scope="session")
+def matrix() -> Any:
+    return make_matrix
+
+
+@pytest.fixture(scope="session")
+def new_cache() -> type[Cache]:
+    return Cache
+
+
+@pytest.fixture(scope="session")
+def sampling() -> type[Sampling]:
+    return Sampling

@@ -1,0 +1,156 @@
+"""Linears: every format, path and epilogue against float64, and bitwise independence of batch and threads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+FORMATS = ("f32", "bf16", "i8", "i4")
+TOLERANCE = {"f32": 3e-6, "bf16": 1e-2, "i8": 1e-4, "i4": 1e-4}
+ERF = np.vectorize(__import__("math").erf)
+
+
+def _relative_error(got: Any, want: Any) -> float:
+    return float(np.abs(got - want).max() / np.abs(want).max())
+
+
+def _x(rows: int, k: int, seed: int = 1) -> Any:
+    return np.random.default_rng(seed).standard_normal((rows, k)).astype(np.float32)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize(
+    ("rows", "n", "k"),
+    [(1, 16, 64), (1, 1, 8), (2, 17, 65), (3, 100, 128), (5, 63, 200), (7, 64, 96), (13, 129, 320), (40, 250, 70)],
+)
+def test_matches_float64(kernels: Any, matrix: Any, kind: str, rows: int, n: int, k: int) -> None:
+    w, x = matrix(kind, n, k), _x(rows, k)
+    assert _relative_error(kernels.linear(x, w, threads=2), x @ w.values.T) < TOLERANCE[kind]
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("epilogue", ["glu_silu", "glu_gelu_tanh", "glu_gelu"])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_gate_up(kernels: Any, matrix: Any, kind: str, epilogue: str, with_bias: bool) -> None:
+    rows, n, k = 9, 90, 128
+    w, x = matrix(kind, n, k, pair=True), _x(rows, k)
+    gate, up = np.split(x.astype(np.float64) @ w.values.T, 2, axis=1)
+    packed_bias = None
+    if with_bias:
+        bias = np.random.default_rng(2).standard_normal((2, n)).astype(np.float32)
+        gate, up = gate + bias[0], up + bias[1]
+        padded = np.zeros((2, 96), np.float32)
+        padded[:, :n] = bias
+        packed_bias = np.ascontiguousarray(padded.reshape(2, 6, 16).transpose(1, 0, 2)).reshape(-1)
+    activated = {
+        "glu_silu": gate / (1 + np.exp(-gate)),
+        "glu_gelu_tanh": 0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))),
+        "glu_gelu": 0.5 * gate * (1 + ERF(gate / np.sqrt(2))),
+    }[epilogue]
+    got = kernels.linear(x, w, bias=packed_bias, epilogue=epilogue)
+    assert _relative_error(got, activated * up) < 2 * TOLERANCE[kind]
+
+
+def test_bias(kernels: Any, matrix: Any) -> None:
+    w, x = matrix("f32", 20, 64), _x(3, 64)
+    bias = np.arange(32, dtype=np.float32)
+    want = x @ w.values.T + bias[:20]
+    assert _relative_error(kernels.linear(x, w, bias=bias), want) < TOLERANCE["f32"]
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_int4_groups(kernels: Any, matrix: Any, group: int) -> None:
+    w, x = matrix("i4", 40, 320, group=group), _x(4, 320)  # with 128, the last group is half as wide
+    assert _relative_error(kernels.linear(x, w), x @ w.values.T) < TOLERANCE["i4"]
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_row_does_not_depend_on_batch_or_threads(kernels: Any, matrix: Any, kind: str) -> None:
+    w, x = matrix(kind, 333, 192), _x(23, 192)
+    batch = kernels.linear(x, w, threads=2)
+    np.testing.assert_array_equal(batch, kernels.linear(x, w, threads=1))
+    np.testing.assert_array_equal(batch, kernels.linear(x, w, threads=3))
+    for row in range(0, 23, 5):
+        np.testing.assert_array_equal(batch[row], kernels.linear(x[row : row + 1], w, threads=2)[0])
+
+
+@pytest.mark.parametrize("kind", ["i8", "i4"])
+def test_integer_extremes(kernels: Any, matrix: Any, kind: str) -> None:
+    """Full-scale rows of one sign, where saturating or wrapping arithmetic would show."""
+    k = 2048
+    w = matrix(kind, 32, k)
+    for value in (1.0, -1.0):
+        x = np.full((2, k), value, np.float32)
+        assert _relative_error(kernels.linear(x, w), x @ w.values.T) < 1e-4
+    w.data[:] = 0  # all weights at their lowest: -128, -8
+    x = np.ones((1, k), np.float32)
+    step = 128.0 if kind == "i8" else 8.0
+    scale = w.scale.astype(np.float64)
+    want = -step * k * scale if kind == "i8" else -step * 32 * scale.sum(axis=1).reshape(-1)
+    assert _relative_error(kernels.linear(x, w), want) < 1e-4
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_zero_and_tiny_rows(kernels: Any, matrix: Any, kind: str) -> None:
+    w = matrix(kind, 20, 100)
+    x = np.zeros((3, 100), np.float32)
+    x[1] = 1e-38
+    x[2] = 1.0
+    out = kernels.linear(x, w)
+    assert (out[0] == 0).all()
+    assert np.abs(out[1]).max() < 1e-35
+    assert _relative_error(out[2], w.values.sum(axis=1)) < 10 * TOLERANCE[kind]
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 3e38])
+def test_non_finite_input_stays_in_its_row(kernels: Any, matrix: Any, kind: str, value: float) -> None:
+    w, x = matrix(kind, 20, 100), _x(3, 100)
+    clean = kernels.linear(x, w)
+    x[1, 7] = value
+    operand = kernels.pack_rows(kind, x)
+    out = np.zeros((3, 20), np.float32)
+    kernels.lib.test_linear(
+        {"f32": 0, "bf16": 1, "i8": 2, "i4": 3}[kind],
+        0,
+        operand.ctypes.data_as(_void_p()),
+        w.data.ctypes.data_as(_void_p()),
+        None if w.scale is None else w.scale.ctypes.data_as(_void_p()),
+        w.group,
+        None,
+        3,
+        20,
+        100,
+        out.ctypes.data_as(_void_p()),
+        20,
+        1,
+    )
+    np.testing.assert_array_equal(out[[0, 2]], clean[[0, 2]])
+
+
+def _void_p() -> Any:
+    import ctypes
+
+    return ctypes.c_void_p
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_operand_size_is_known_to_the_planner(kernels: Any, kind: str) -> None:
+    from llmc.codegen.cpu.packing import operand_row_bytes
+
+    number = FORMATS.index(kind)
+    for k in (1, 63, 64, 65, 640, 2048):
+        for group in (32, 64, 128):
+            size = kernels.lib.test_operand_bytes(number, k, group)
+            assert size == operand_row_bytes(kind, k, group)
+            assert size % 64 == 0
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_embedding(kernels: Any, matrix: Any, kind: str) -> None:
+    w = matrix(kind, 50, 72)
+    ids = np.array([0, 49, 17, 17, 3], np.int32)
+    want = (w.values[ids].astype(np.float32) * np.float32(1.5)).astype(np.float64)
+    np.testing.assert_allclose(kernels.embedding(ids, w, 1.5, threads=2), want, rtol=1e-6)

@@ -1,0 +1,74 @@
+"""Compiled bundles against Hugging Face: the same logits at every length, over decode steps, and in mixed batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import llmc
+import numpy as np
+import pytest
+import torch
+
+LENGTHS = (1, 2, 7, 63, 64, 65, 300)  # one token, around the block and tile sizes, past the window and the step's token limit
+DECODE_STEPS = 40
+
+
+def _tokens(count: int, vocab_size: int = 301, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(0, vocab_size, count).tolist()
+
+
+def _greedy(max_tokens: int) -> llmc.SamplingParams:
+    return llmc.SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+
+
+@torch.no_grad()
+def _reference(model: Any, tokens: list[int]) -> np.ndarray:
+    return model(torch.tensor([tokens]), use_cache=False).logits[0].numpy()
+
+
+def test_logits_equal_hugging_face(
+    tiny_bundle: Callable[..., Path], tiny_model: Callable[..., Any], architecture: str
+) -> None:
+    model = tiny_model(architecture)
+    with llmc.load(tiny_bundle(architecture, "f32")) as engine:
+        for length in LENGTHS:
+            tokens = _tokens(length, seed=length)
+            np.testing.assert_allclose(engine.logits(tokens), _reference(model, tokens), rtol=0, atol=2e-4, err_msg=str(length))
+
+
+def test_decode_steps_equal_hugging_face(
+    tiny_bundle: Callable[..., Path], tiny_model: Callable[..., Any], architecture: str
+) -> None:
+    model = tiny_model(architecture)
+    with llmc.load(tiny_bundle(architecture, "f32")) as engine:
+        for length in LENGTHS:
+            prompt = _tokens(length, seed=length)
+            generated = engine.generate(prompt, _greedy(DECODE_STEPS)).token_ids
+            assert len(generated) == DECODE_STEPS
+            logits = _reference(model, prompt + generated[:-1])[length - 1 :]
+            chosen = logits[np.arange(DECODE_STEPS), generated]
+            np.testing.assert_array_less(logits.max(-1) - chosen, 4e-4, err_msg=str(length))
+
+
+@pytest.mark.parametrize("quantization", ["f32", "bf16", "int8", "int4-g32"])
+def test_a_batch_gives_each_sequence_what_it_gets_alone(
+    tiny_bundle: Callable[..., Path], architecture: str, quantization: str
+) -> None:
+    prompts = [_tokens(length, seed=length) for length in (1, 300, 2, 65, 7, 64)]
+    with llmc.load(tiny_bundle(architecture, quantization)) as engine:
+        alone = [engine.generate(prompt, _greedy(12)).token_ids for prompt in prompts]
+        together = [output.token_ids for output in engine.generate(prompts, _greedy(12))]
+    assert together == alone
+
+
+@pytest.mark.parametrize(("quantization", "bound"), [("bf16", 0.02), ("int8", 0.02), ("int4-g32", 0.35), ("int4-g128", 0.4)])
+def test_quantised_logits_stay_close(
+    tiny_bundle: Callable[..., Path], tiny_model: Callable[..., Any], architecture: str, quantization: str, bound: float
+) -> None:
+    tokens = _tokens(100)
+    exact = _reference(tiny_model(architecture), tokens)
+    with llmc.load(tiny_bundle(architecture, quantization)) as engine:
+        error = np.linalg.norm(engine.logits(tokens) - exact) / np.linalg.norm(exact)
+    assert 0 < error < bound
