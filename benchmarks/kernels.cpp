@@ -2,6 +2,7 @@
 #include <chrono>
 #include <cstdio>
 #include <initializer_list>
+#include <utility>
 #include <vector>
 
 #include "llmc_cpu.hpp"
@@ -63,31 +64,24 @@ struct Peak {
 
 template <Format F>
 static Peak instruction_peak() {
-  constexpr int kCount = 12, kRounds = 2000000;
+  constexpr int kCount = 12, kRounds = 500000;
 #ifdef LLMC_AVX512
-  const double seconds = best_of(3, [] {
-    if constexpr (F == Format::i8 || F == Format::i4) {
-      __m512i acc[kCount] = {}, x = _mm512_set1_epi8(1);
-      __asm__ volatile("" : "+v"(x));
-      for (int n = 0; n < kRounds; ++n)
-        LLMC_UNROLL for (int i = 0; i < kCount; ++i) {
-          acc[i] = _mm512_dpbusd_epi32(acc[i], x, x);
-          __asm__("" : "+v"(acc[i]));
-        }
-      for (__m512i& a : acc) __asm__ volatile("" ::"v"(a));
-    } else {
-      __m512 acc[kCount] = {}, x = _mm512_set1_ps(1e-3f);
-      __asm__ volatile("" : "+v"(x));
-      for (int n = 0; n < kRounds; ++n)
-        LLMC_UNROLL for (int i = 0; i < kCount; ++i) {
-          if constexpr (F == Format::bf16)
-            acc[i] = _mm512_dpbf16_ps(acc[i], reinterpret_cast<__m512bh>(x), reinterpret_cast<__m512bh>(x));
-          else
-            acc[i] = _mm512_fmadd_ps(x, x, acc[i]);
-          __asm__("" : "+v"(acc[i]));
-        }
-      for (__m512& a : acc) __asm__ volatile("" ::"v"(a));
-    }
+  const double seconds = best_of(9, [] {
+    __m512i acc[kCount], x = _mm512_set1_epi32(0x3f803f80);
+    __asm__ volatile("" : "+v"(x));
+    const auto one = [&](__m512i a) {
+      if constexpr (F == Format::f32)
+        a = _mm512_castps_si512(_mm512_fmadd_ps(_mm512_castsi512_ps(x), _mm512_castsi512_ps(x), _mm512_castsi512_ps(a)));
+      else if constexpr (F == Format::bf16)
+        a = _mm512_castps_si512(_mm512_dpbf16_ps(_mm512_castsi512_ps(a), reinterpret_cast<__m512bh>(x), reinterpret_cast<__m512bh>(x)));
+      else
+        a = _mm512_dpbusd_epi32(a, x, x);
+      __asm__ volatile("" : "+v"(a));  // neither removed nor merged with its neighbours
+      return a;
+    };
+    LLMC_UNROLL for (int i = 0; i < kCount; ++i) acc[i] = _mm512_setzero_si512();
+    for (int n = 0; n < kRounds; ++n)
+      LLMC_UNROLL for (int i = 0; i < kCount; ++i) acc[i] = one(acc[i]);
   });
   return {kRounds * double{kCount} / seconds, F == Format::f32 ? 16.0 : 32.0};  // i8, i4: 64 bytes for each of two planes
 #else

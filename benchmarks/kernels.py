@@ -1,9 +1,9 @@
-"""Measures the CPU kernels against this machine's own limits: read bandwidth, and the peak rate of the instruction used.
+"""Measures the CPU kernels against this machine's limits: read bandwidth, and the peak rate of the instruction used.
 
     python benchmarks/kernels.py [--threads N]
 
-GEMV (one row, a decode step) is judged by bytes of weights read per second, GEMM (many rows, a prefill) by instructions
-per second. Each figure is the best of several runs.
+GEMV (one row, a decode step) is judged by bytes of weights read per second, GEMM (many rows, a prefill) by
+instructions per second. Each figure is the best of several runs.
 """
 
 from __future__ import annotations

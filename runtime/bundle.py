@@ -171,9 +171,7 @@ def read_manifest(root: Path) -> Manifest:
         raise BundleError(f"{root}: not a bundle: found {found} there, expected the folder that 'llmc compile' wrote")
     try:
         if not path.is_file():
-            raise BundleError(
-                f"{root}: not a bundle: it holds no {MANIFEST_NAME}; expected the output of 'llmc compile'"
-            )
+            raise BundleError(f"{root}: not a bundle: it holds no {MANIFEST_NAME}; expected the output of 'llmc compile'")
         size = path.stat().st_size
         if size > MAX_MANIFEST_BYTES:
             raise BundleError(f"{path}: {size} bytes; expected at most {MAX_MANIFEST_BYTES}")

@@ -15,8 +15,8 @@ class Decoder(Protocol):
         """The text of `token_ids` without special tokens."""
         ...
 
-    def is_special_token(self, token_id: int) -> bool:
-        """Whether `decode` leaves the token out."""
+    def leaves_out(self, token_id: int) -> bool:
+        """Whether `decode` passes over the id: a special token, or no token at all."""
         ...
 
     def is_byte_token(self, token_id: int) -> bool:
@@ -43,8 +43,8 @@ class Detokenizer:
 
     def push(self, token_id: int) -> str:
         """Add one id; returns the text that it completes, often more or less than one token's."""
-        if self._decoder.is_special_token(token_id):
-            return ""  # left out, so that a run of bytes may go on after it
+        if self._decoder.leaves_out(token_id):
+            return ""  # a run of bytes may go on after it
         self._ids.append(token_id)
         if self._decoder.is_byte_token(token_id):
             return ""

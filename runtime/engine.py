@@ -158,8 +158,7 @@ class Engine:
         needed = blocks_for(len(ids))
         if needed > self.pool.num_free:
             raise CapacityError(
-                f"{len(ids)} tokens need {needed} KV blocks, but {self.pool.num_free} of "
-                f"{self.pool.num_blocks} are free"
+                f"{len(ids)} tokens need {needed} KV blocks, but {self.pool.num_free} of {self.pool.num_blocks} are free"
             )
         blocks = self.pool.allocate(needed)
         rows = []
@@ -183,9 +182,7 @@ class Engine:
     def __enter__(self) -> Engine:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
     def _check_open(self) -> None:

@@ -36,17 +36,13 @@ def locate(root: Path, path: str, entry: FileEntry) -> Path:
         status = real.stat()
     except (OSError, RuntimeError) as error:
         reason = getattr(error, "strerror", None) or "a loop of links"
-        raise BundleError(
-            f"{full}: {reason}; the manifest names it with {entry.size} bytes: copy the bundle again"
-        ) from None
+        raise BundleError(f"{full}: {reason}; the manifest names it with {entry.size} bytes: copy the bundle again") from None
     if not real.is_relative_to(root.resolve()):
         raise BundleError(f"{full}: a link that leads out of the bundle, to {real}; do not trust this bundle")
     if not stat.S_ISREG(status.st_mode):
         raise BundleError(f"{full}: not a regular file; do not trust this bundle")
     if status.st_size != entry.size:
-        raise BundleError(
-            f"{full}: {status.st_size} bytes, but the manifest says {entry.size}; copy the bundle again"
-        )
+        raise BundleError(f"{full}: {status.st_size} bytes, but the manifest says {entry.size}; copy the bundle again")
     return real
 
 

@@ -79,9 +79,7 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
     if versions.schema_version < 1:
         raise BundleError(f"{where}: schema_version is {versions.schema_version}, expected 1 or more")
     if _release(versions.min_runtime, where) > _release(__version__, "llmc"):
-        raise BundleError(
-            f"{where}: needs llmc {versions.min_runtime} or newer, this is {__version__}: pip install -U llmc"
-        )
+        raise BundleError(f"{where}: needs llmc {versions.min_runtime} or newer, this is {__version__}: pip install -U llmc")
     try:
         manifest = msgspec.json.decode(data, type=Manifest)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

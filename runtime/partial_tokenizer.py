@@ -32,9 +32,7 @@ class PartialTokenizer:
         self._library = parse(index.skeleton, where)
         self._options = _model_options(index.skeleton)
         self.special_ids = special_ids(self._library)
-        self._added = {
-            token_id: token.content for token_id, token in self._library.get_added_tokens_decoder().items()
-        }
+        self._added = {token_id: token.content for token_id, token in self._library.get_added_tokens_decoder().items()}
         # With a vocabulary of bytes alone the library spells out what it would give to its model.
         self._speller = BPE(_BYTE_TOKENS, [], byte_fallback=True)
         always = [*_BYTE_TOKENS, str(self._options["unk_token"])]

@@ -52,9 +52,9 @@ class Tokenizer:
         """The text of `token_ids`; bytes that are no valid UTF-8 become replacement characters."""
         return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
-    def is_special_token(self, token_id: int) -> bool:
-        """Whether `decode` leaves the token out by default."""
-        return token_id in self._backend.special_ids
+    def leaves_out(self, token_id: int) -> bool:
+        """Whether `decode` passes over the id: a special token, or no token at all, as in a padded vocabulary."""
+        return token_id in self._backend.special_ids or self._backend.token(token_id) is None
 
     def is_byte_token(self, token_id: int) -> bool:
         """Whether the token is one byte of a run that is only decoded as a whole, such as `<0xE2>`."""

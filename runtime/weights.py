@@ -44,9 +44,7 @@ class WeightFile:
         """The address of each tensor of `specs`, which must be exactly the file's tensors; raises BundleError."""
         missing = [spec.name for spec in specs if spec.name not in self.entries]
         if missing:
-            raise BundleError(
-                f"{self.where}: {len(missing)} weights of program.json are absent, first {missing[0]!r}"
-            )
+            raise BundleError(f"{self.where}: {len(missing)} weights of program.json are absent, first {missing[0]!r}")
         extra = sorted(set(self.entries) - {spec.name for spec in specs})
         if extra:
             raise BundleError(f"{self.where}: {len(extra)} weights are not in program.json, first {extra[0]!r}")
@@ -79,9 +77,7 @@ def _parse_header(data: bytes | mmap.mmap, where: Path) -> tuple[int, dict[str, 
         raise BundleError(f"{where}: {len(data)} bytes is too short for a safetensors file")
     length = int.from_bytes(data[:8], "little")
     if length > min(len(data) - 8, MAX_HEADER_BYTES):
-        raise BundleError(
-            f"{where}: the header claims {length} bytes, but the file has {len(data) - 8} after its length"
-        )
+        raise BundleError(f"{where}: the header claims {length} bytes, but the file has {len(data) - 8} after its length")
     try:
         raw = msgspec.json.decode(data[8 : 8 + length], type=dict[str, msgspec.Raw])
         metadata = msgspec.json.decode(raw.pop("__metadata__", b"{}"), type=dict[str, str])
@@ -91,9 +87,7 @@ def _parse_header(data: bytes | mmap.mmap, where: Path) -> tuple[int, dict[str, 
     end = 0
     for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
         if entry.dtype not in ITEM_BYTES:
-            raise BundleError(
-                f"{where}: weight {name!r} has dtype {entry.dtype!r}; known are {', '.join(ITEM_BYTES)}"
-            )
+            raise BundleError(f"{where}: weight {name!r} has dtype {entry.dtype!r}; known are {', '.join(ITEM_BYTES)}")
         size = math.prod(entry.shape) * ITEM_BYTES[entry.dtype]
         start, stop = entry.data_offsets
         if any(dimension < 0 for dimension in entry.shape) or start != end or stop - start != size:

@@ -84,9 +84,7 @@ def resolve_target(name: str | Path) -> Target:
         )
     close = difflib.get_close_matches(text, targets, n=1, cutoff=0.5)
     hint = f"did you mean {close[0]!r}? " if close else ""
-    raise TargetError(
-        f"unknown target {text!r}; {hint}Valid: {', '.join(targets)}, or the path of a device .toml file"
-    )
+    raise TargetError(f"unknown target {text!r}; {hint}Valid: {', '.join(targets)}, or the path of a device .toml file")
 
 
 def list_targets() -> list[Target]:

@@ -1,4 +1,4 @@
-"""Finds a C++ compiler and builds program libraries, one for each instruction-set level, the same bytes every time."""
+"""Finds a C++ compiler and builds program libraries: one for each instruction-set level, reproducible to the byte."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def compile_levels(
 
 
 def _build(text: str, level: str, compiler: Compiler, cache: Path) -> bytes:
-    """The library of a program. The part that is the same in every program (`exports.cpp`) is an object of its own."""
+    """The library of a program. What is the same in every program (`exports.cpp`) is an object of its own."""
     flags = (*_FLAGS, *LEVEL_FLAGS[level], *(("-fopenmp",) if compiler.openmp else ()))
     exports = _cached(cache, _EXPORTS.read_text(encoding="utf-8"), "exports.o", ("-c", *flags), level, compiler, {})
     link = ("-shared", *(_LINK_FLAGS if "linux" in compiler.machine else ()))

@@ -51,6 +51,5 @@ def _download(hub_id: str) -> Path:
     except Exception as error:  # connection, authentication and lookup errors have no common base
         reason = f"{type(error).__name__}: {one_line(error)}"
         raise CheckpointError(
-            f"{hub_id}: no such folder here, and not available from the hub ({reason}); "
-            "download the model and pass its folder"
+            f"{hub_id}: no such folder here, and not available from the hub ({reason}); download the model and pass its folder"
         ) from error

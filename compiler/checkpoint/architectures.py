@@ -123,9 +123,7 @@ def check_supported(config: PretrainedConfig) -> None:
 def _check_sizes(values: Mapping[str, object]) -> None:
     for field, value in values.items():
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _SIZES[field]:
-            raise UnsupportedModelError(
-                f"config: {field} is {value!r}; expected an integer from 1 to {_SIZES[field]}"
-            )
+            raise UnsupportedModelError(f"config: {field} is {value!r}; expected an integer from 1 to {_SIZES[field]}")
 
 
 def _check_rope(config: PretrainedConfig, architecture: Architecture) -> None:

@@ -61,9 +61,7 @@ class _Keys:
 
     def _wrong(self, name: str, value: object, expected: str) -> CheckpointError:
         shown = f"an array of {value.size}" if isinstance(value, np.ndarray) else repr(value)[:60]
-        return CheckpointError(
-            f"{self._reader.path}: metadata {self._architecture}.{name} is {shown}, expected {expected}"
-        )
+        return CheckpointError(f"{self._reader.path}: metadata {self._architecture}.{name} is {shown}, expected {expected}")
 
 
 def architecture_of(reader: GgufReader) -> str:
@@ -71,8 +69,7 @@ def architecture_of(reader: GgufReader) -> str:
     architecture = reader.metadata.get("general.architecture")
     if architecture not in GGUF_ARCHITECTURES:
         raise UnsupportedModelError(
-            f"{reader.path}: general.architecture {architecture!r} is not supported; "
-            f"supported: {', '.join(GGUF_ARCHITECTURES)}"
+            f"{reader.path}: general.architecture {architecture!r} is not supported; supported: {', '.join(GGUF_ARCHITECTURES)}"
         )
     count = reader.metadata.get("split.count", 1)
     if isinstance(count, int) and count > 1:
@@ -164,9 +161,7 @@ def _rope(keys: _Keys, reader: GgufReader, head_dim: int) -> dict[str, object]:
     # Old files give a linear factor without naming the type.
     factor = keys.number("rope.scaling.factor", keys.number("rope.scale_linear", 1.0))
     if kind not in ("none", "linear"):
-        raise UnsupportedModelError(
-            f"{reader.path}: rope.scaling.type {kind!r} is not supported; supported: none, linear"
-        )
+        raise UnsupportedModelError(f"{reader.path}: rope.scaling.type {kind!r} is not supported; supported: none, linear")
     if factor not in (0.0, 1.0) and (kind == "linear" or keys.has("rope.scale_linear")):
         rope |= {"rope_type": "linear", "factor": factor}
     if (tensor := reader.tensors.get(_ROPE_FACTORS)) is None:

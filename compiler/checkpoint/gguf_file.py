@@ -33,8 +33,7 @@ class GgufCheckpoint(Checkpoint):
         else:
             self.config = build_config(read_json_object(config_override), config_override)
         self._stored: dict[str, GgufTensor] = {
-            hf: self._reader.tensors[stored]
-            for hf, stored in hf_names(self._architecture, self._reader.tensors).items()
+            hf: self._reader.tensors[stored] for hf, stored in hf_names(self._architecture, self._reader.tensors).items()
         }
         self._names = check_tensors(
             str(path),

@@ -96,9 +96,7 @@ class GgufReader:
                     f"tensor {name!r} should lie at bytes {start + offset} to {start + offset + nbytes} "
                     f"of a file of {self._size}, aligned to {alignment}"
                 )
-            tensors[name] = GgufTensor(
-                name=name, type_name=type_name, shape=shape, offset=start + offset, nbytes=nbytes
-            )
+            tensors[name] = GgufTensor(name=name, type_name=type_name, shape=shape, offset=start + offset, nbytes=nbytes)
         return tensors
 
     def _stored_bytes(self, name: str, shape: tuple[int, ...], type_id: int) -> tuple[str, int]:

@@ -93,9 +93,7 @@ def _special_ids(reader: GgufReader, count: int) -> dict[str, int]:
         if value is None:
             continue
         if not isinstance(value, int) or not 0 <= value < count:
-            raise CheckpointError(
-                f"{reader.path}: tokenizer.ggml.{key}_token_id is {value!r}, expected an id below {count}"
-            )
+            raise CheckpointError(f"{reader.path}: tokenizer.ggml.{key}_token_id is {value!r}, expected an id below {count}")
         special[kind] = value
     return special
 
@@ -106,9 +104,7 @@ def _per_token(reader: GgufReader, key: str, count: int) -> list[float]:
         return []
     if not isinstance(value, np.ndarray) or len(value) != count:
         found = f"{len(value)} values" if isinstance(value, np.ndarray | list) else repr(value)
-        raise CheckpointError(
-            f"{reader.path}: tokenizer.ggml.{key} holds {found}, expected one for each of {count} tokens"
-        )
+        raise CheckpointError(f"{reader.path}: tokenizer.ggml.{key} holds {found}, expected one for each of {count} tokens")
     values: list[float] = value.tolist()
     return values
 

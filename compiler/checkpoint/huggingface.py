@@ -53,9 +53,7 @@ class HuggingFaceCheckpoint(Checkpoint):
             tables: tuple[dict[str, Any], ...] = (self._stored, self._shapes, self._dtypes)
             for table in tables:  # the one matrix was saved under the other of its two names
                 table[EMBEDDING] = table.pop(LM_HEAD)
-        self._names = check_tensors(
-            str(path), self.config, self._shapes, allow_extra_layers=config_override is not None
-        )
+        self._names = check_tensors(str(path), self.config, self._shapes, allow_extra_layers=config_override is not None)
         for used in sorted(self._names):
             if self._dtypes[used] not in STORED_TYPES:
                 raise UnsupportedModelError(
@@ -150,9 +148,7 @@ class HuggingFaceCheckpoint(Checkpoint):
             try:
                 self._files[shard] = safe_open(file, framework="pt")
             except (SafetensorError, OSError) as error:
-                raise CheckpointError(
-                    f"{file}: not a whole safetensors file ({one_line(error)}); download it again"
-                ) from error
+                raise CheckpointError(f"{file}: not a whole safetensors file ({one_line(error)}); download it again") from error
         return self._files[shard]
 
     def _add(self, stored: str, shard: str) -> None:
@@ -164,9 +160,7 @@ class HuggingFaceCheckpoint(Checkpoint):
                 name = replacement + stored.removeprefix(prefix)
                 break
         if name in self._stored:
-            raise CheckpointError(
-                f"{self.path}: both {self._stored[name][1]!r} and {stored!r} hold {name!r}; keep one"
-            )
+            raise CheckpointError(f"{self.path}: both {self._stored[name][1]!r} and {stored!r} hold {name!r}; keep one")
         view = self._open(shard).get_slice(stored)
         self._stored[name] = (shard, stored)
         self._shapes[name] = tuple(view.get_shape())

@@ -39,9 +39,7 @@ class LazyGroup(click.Group):
             raise TypeError(f"{cmd_name}.command is not a click command")
         return command
 
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
         if args and args[0] not in VERBS and not args[0].startswith("-"):
             raise click.UsageError(f"unknown command {args[0]!r}; expected one of {', '.join(VERBS)}")
         return super().resolve_command(ctx, args)

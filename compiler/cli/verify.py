@@ -22,9 +22,7 @@ def command(bundle: Path, as_json: bool) -> None:
     report = verify_bundle(bundle)
     problems = report.problems
     if as_json:
-        checks = [
-            {"subject": check.subject, "detail": check.detail, "problem": check.problem} for check in report.checks
-        ]
+        checks = [{"subject": check.subject, "detail": check.detail, "problem": check.problem} for check in report.checks]
         print_json({"ok": not problems, "checks": checks, "extra_files": report.extra_files})
     else:
         rows = [(check.subject, check.detail, "FAILED" if check.problem else "ok") for check in report.checks]

@@ -39,9 +39,7 @@ class StepBatch:
     logit_rows: Int32  # [R]
 
     @classmethod
-    def build(
-        cls, sequences: Sequence[tuple[Sequence[int], int, Sequence[int]]], logit_rows: Sequence[int]
-    ) -> StepBatch:
+    def build(cls, sequences: Sequence[tuple[Sequence[int], int, Sequence[int]]], logit_rows: Sequence[int]) -> StepBatch:
         """From `(new token ids, tokens already in the pool, block table)` of each sequence."""
         lengths = [len(ids) for ids, _, _ in sequences]
         query_start = np.zeros(len(sequences) + 1, np.int32)

@@ -102,9 +102,7 @@ def build_bundle(toy_library: Callable[..., Path], toy_tokenizer: Tokenizer) -> 
                 max_tokens=max_tokens,
                 arena_bytes=4 * max_tokens,
                 context_length=context_length,
-                kv_cache=KvCacheSpec(
-                    dtype="f32", num_layers=1, num_kv_heads=1, head_dim=1, block_size=16, bytes_per_block=128
-                ),
+                kv_cache=KvCacheSpec(dtype="f32", num_layers=1, num_kv_heads=1, head_dim=1, block_size=16, bytes_per_block=128),
                 weights=[WeightSpec(name="seed", dtype="F32", shape=[16])],
                 libraries={level: f"lib{level}.so" for level in levels},
                 phases=[Phase(name="prefill", calls=[]), Phase(name="decode", calls=[])],
@@ -131,9 +129,7 @@ def write_manifest(root: Path, targets: tuple[str, ...] = (TARGET,), **changes: 
     manifest = Manifest(
         schema_version=1,
         min_runtime="0.1.0",
-        model=ModelFacts(
-            name="toy", architecture="Toy", num_parameters=16, vocab_size=VOCAB_SIZE, context_length=256
-        ),
+        model=ModelFacts(name="toy", architecture="Toy", num_parameters=16, vocab_size=VOCAB_SIZE, context_length=256),
         toolchain={"llmc": "0.1.0"},
         targets=[
             TargetEntry(name=name, program=f"programs/{name}/program.json", weights=f"weights/{name}.safetensors")

@@ -135,9 +135,7 @@ def test_unknown_fields_and_unlisted_files_are_ignored(bundle: Path) -> None:
     assert verify_bundle(bundle).extra_files == ["notes.txt"]
 
 
-@pytest.mark.parametrize(
-    "name", ["/etc/passwd", "../secret", "a/../../secret", "a//b", "", "a\\b", "./config.json", "a\0b"]
-)
+@pytest.mark.parametrize("name", ["/etc/passwd", "../secret", "a/../../secret", "a//b", "", "a\\b", "./config.json", "a\0b"])
 def test_paths_that_leave_the_bundle(bundle: Path, name: str) -> None:
     (bundle.parent / "secret").write_text("secret")
     edit_manifest(bundle, lambda data: data["files"].update({name: {"size": 6, "sha256": "0" * 64}}))
@@ -203,9 +201,7 @@ def test_a_linked_folder_that_leads_out(bundle: Path) -> None:
         ({"backend": "cuda"}, "is for backend 'cuda'; this runtime runs cpu"),
     ],
 )
-def test_wrong_programs(
-    build_bundle: Callable[..., Path], tmp_path: Path, changes: dict[str, object], text: str
-) -> None:
+def test_wrong_programs(build_bundle: Callable[..., Path], tmp_path: Path, changes: dict[str, object], text: str) -> None:
     refused(build_bundle(tmp_path / "b", program_changes=changes), text)
 
 
@@ -219,9 +215,7 @@ def test_wrong_programs(
         ("num_layers", 0, "num_layers"),
     ],
 )
-def test_wrong_kv_caches(
-    build_bundle: Callable[..., Path], tmp_path: Path, key: str, value: object, text: str
-) -> None:
+def test_wrong_kv_caches(build_bundle: Callable[..., Path], tmp_path: Path, key: str, value: object, text: str) -> None:
     good = {
         "dtype": "f32",
         "num_layers": 1,

@@ -34,9 +34,7 @@ def test_a_template_as_models_ship_it() -> None:
         "<bos><start_of_turn>user\nHi <there> & 你<end_of_turn>\n<start_of_turn>model\nyes<end_of_turn>\n"
         "<start_of_turn>user\ngo<end_of_turn>\n<start_of_turn>model\n"
     )
-    with pytest.raises(
-        RequestError, match="the chat template refused the messages: Conversation roles must alternate"
-    ):
+    with pytest.raises(RequestError, match="the chat template refused the messages: Conversation roles must alternate"):
         render(GEMMA, messages[1:])
     with pytest.raises(RequestError, match="System role not supported"):
         render(GEMMA, [{"role": "system", "content": "x"}])

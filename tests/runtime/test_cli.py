@@ -169,8 +169,6 @@ def test_importing_the_runtime_is_light() -> None:
 
 
 def test_a_closed_pipe_is_no_traceback(toy_bundle: Path) -> None:
-    command = (
-        f"{sys.executable} -c 'from llmc.compiler.cli import main; main()' run {toy_bundle} -p x -n 200 --ignore-eos"
-    )
+    command = f"{sys.executable} -c 'from llmc.compiler.cli import main; main()' run {toy_bundle} -p x -n 200 --ignore-eos"
     result = subprocess.run(["bash", "-c", f"{command} | true"], capture_output=True, text=True)
     assert result.stderr == ""

@@ -44,9 +44,7 @@ def test_a_level_that_fails_its_self_test_is_passed_over(
 
 def test_no_level_works(build_bundle: Build, tmp_path: Path) -> None:
     bundle = build_bundle(tmp_path / "b", libraries={"portable": {"TOY_SELF_TEST": 5}})
-    with pytest.raises(
-        BundleError, match="no library of target 'cpu-f32' works here: portable failed its self test 5"
-    ):
+    with pytest.raises(BundleError, match="no library of target 'cpu-f32' works here: portable failed its self test 5"):
         llmc.load(bundle)
 
 

@@ -50,9 +50,7 @@ def test_batched_equals_alone(engine: Engine, batch: list[list[int]]) -> None:
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(batch=prompts, num_blocks=st.integers(8, 12))
-def test_preemption_changes_no_token(
-    engine: Engine, toy_bundle: Path, batch: list[list[int]], num_blocks: int
-) -> None:
+def test_preemption_changes_no_token(engine: Engine, toy_bundle: Path, batch: list[list[int]], num_blocks: int) -> None:
     expected = [output.token_ids for output in engine.generate(batch, GREEDY)]
     with llmc.load(toy_bundle, num_threads=1, kv_cache_bytes=128 * num_blocks) as tiny:
         assert tiny.pool.num_blocks == num_blocks
@@ -64,15 +62,15 @@ def test_preemption_changes_no_token(
                 if chunk.output is not None:
                     outputs[chunk.request_id] = chunk.output
             tiny.pool.check([request.blocks for request in tiny.scheduler.running])
+            queue = [request.id for request in (*tiny.scheduler.running, *tiny.scheduler.waiting)]
+            assert queue == sorted(queue), "a request overtook one that came before it"
         assert [outputs[index].token_ids for index in range(len(batch))] == expected
         assert tiny.pool.num_free == num_blocks
 
 
 def test_a_tiny_pool_does_preempt(toy_bundle: Path) -> None:
     with llmc.load(toy_bundle, num_threads=1, kv_cache_bytes=128 * 8) as tiny:
-        outputs = tiny.generate(
-            [[3 + index] * 17 for index in range(6)], SamplingParams(max_tokens=80, ignore_eos=True)
-        )
+        outputs = tiny.generate([[3 + index] * 17 for index in range(6)], SamplingParams(max_tokens=80, ignore_eos=True))
         assert sum(output.stats.num_preemptions for output in outputs) > 0
 
 
@@ -111,9 +109,27 @@ def test_a_seed_gives_the_same_tokens_in_any_company(engine: Engine) -> None:
     alone = engine.generate([7, 8, 9], params).token_ids
     crowd = engine.generate([[5], [7, 8, 9], [6] * 40], [GREEDY, params, GREEDY])
     assert crowd[1].token_ids == alone
-    assert (
-        engine.generate([7, 8, 9], SamplingParams(max_tokens=30, temperature=1.0, ignore_eos=True)).token_ids != alone
-    )
+    assert engine.generate([7, 8, 9], SamplingParams(max_tokens=30, temperature=1.0, ignore_eos=True)).token_ids != alone
+
+
+def test_each_draw_has_the_requests_seed_and_the_index_of_its_token(toy_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after a preemption, or a recomputed request would be sampled differently."""
+    with llmc.load(toy_bundle, num_threads=1, kv_cache_bytes=128 * 8) as tiny:
+        draws: dict[int, list[int]] = {}
+        sample = tiny.executor.sample
+
+        def record(logits: np.ndarray, sampling: np.ndarray) -> np.ndarray:
+            for row in sampling:
+                assert (row["temperature"], row["top_k"], row["top_p"], row["min_p"]) == (0.5, 7, 0.75, 0.25)
+                draws.setdefault(int(row["seed"]), []).append(int(row["offset"]))
+            return sample(logits, sampling)
+
+        monkeypatch.setattr(tiny.executor, "sample", record)
+        settings = {"temperature": 0.5, "top_k": 7, "top_p": 0.75, "min_p": 0.25, "ignore_eos": True}
+        params = [SamplingParams(max_tokens=70, seed=2**64 - 1 - index, **settings) for index in range(4)]
+        outputs = tiny.generate([[5] * 20] * 4, params)
+        assert sum(output.stats.num_preemptions for output in outputs) > 0
+        assert draws == {each.seed: list(range(70)) for each in params}
 
 
 def test_abort_frees_the_blocks(engine: Engine) -> None:

@@ -24,9 +24,7 @@ TRAINING = [
 texts = st.one_of(
     st.text(max_size=40),
     st.text("ab th\n▁fox.é好🦊<>", max_size=60),
-    st.lists(st.sampled_from(["<bos>", "<turn>", "\n\n", "the ", " fox", "aaaa", "▁", "  ", "<0x41>", "ab"])).map(
-        "".join
-    ),
+    st.lists(st.sampled_from(["<bos>", "<turn>", "\n\n", "the ", " fox", "aaaa", "▁", "  ", "<0x41>", "ab"])).map("".join),
 )
 
 

@@ -27,9 +27,7 @@ def test_values_out_of_range(name: str, value: object) -> None:
 
 
 def test_extremes_are_allowed() -> None:
-    SamplingParams(
-        max_tokens=1, temperature=0, top_k=0, top_p=1, min_p=0, seed=2**64 - 1, stop="x", stop_token_ids={0}
-    )
+    SamplingParams(max_tokens=1, temperature=0, top_k=0, top_p=1, min_p=0, seed=2**64 - 1, stop="x", stop_token_ids={0})
     assert SamplingParams(stop="abc").stop == ("abc",)
     assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
     with pytest.raises(dataclasses.FrozenInstanceError):

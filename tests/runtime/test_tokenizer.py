@@ -32,7 +32,7 @@ def byte_level(toy_tokenizer: Library) -> Tokenizer:
 def byte_fallback() -> Tokenizer:
     """As Gemma and Llama 2: words with a marker for the space, single bytes for the rest, a stripped first space."""
     words = ["<unk>", "<bos>", "<eos>", "▁", "▁a", "a", "b", "▁é", "�", "\n", "é", "▁▁", "🦊"]
-    tokens = words + [f"<0x{byte:02X}>" for byte in range(256)]
+    tokens = words + [f"<0x{byte:02X}>" for byte in range(256)] + [""]
     vocab = {token: index for index, token in enumerate(tokens)}
     library = Library(models.BPE(vocab, [("▁", "a")], unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     library.normalizer = normalizers.Replace(" ", "▁")
@@ -57,7 +57,12 @@ def test_pieces_join_to_the_whole_byte_level(byte_level: Tokenizer, token_ids: l
 @FIXTURE
 @given(
     token_ids=st.lists(
-        st.one_of(st.integers(0, 12), st.integers(0, 268), st.sampled_from([13 + 0xC3, 13 + 0xA9, 13 + 0x41])),
+        st.one_of(
+            st.integers(0, 12),
+            st.sampled_from([269, 400]),
+            st.integers(0, 268),
+            st.sampled_from([13 + 0xC3, 13 + 0xA9, 13 + 0x41]),
+        ),
         max_size=30,
     )
 )

@@ -200,9 +200,7 @@ def test_gemma3_270m_has_its_published_hyperparameters(gemma_gguf: Path) -> None
     ("model_type", "sizes"),
     [("llama", {}), ("qwen2", {}), ("qwen3", {"head_dim": 128}), ("gemma3_text", {"head_dim": 256})],
 )
-def test_config_equals_transformers_own_conversion(
-    model_type: str, sizes: dict[str, int], tiny, tmp_path: Path
-) -> None:
+def test_config_equals_transformers_own_conversion(model_type: str, sizes: dict[str, int], tiny, tmp_path: Path) -> None:
     tiny.write_gguf(tmp_path / "m.gguf", tiny.make_model(model_type, **sizes))
     theirs = transformers.AutoConfig.from_pretrained(tmp_path, gguf_file="m.gguf").to_dict()
     ours = open_checkpoint(str(tmp_path / "m.gguf")).config.to_dict()
