@@ -9,6 +9,7 @@ from pathlib import Path
 from .. import __version__
 from ..errors import UsageError
 from ..runtime.manifest import ModelFacts
+from ..runtime.tokenizer_index import INDEX_NAME, build_index
 from .checkpoint import Checkpoint
 from .report import CompileReport
 
@@ -23,6 +24,9 @@ def write_model_files(root: Path, checkpoint: Checkpoint) -> None:
         (root / name).write_text(json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
     if checkpoint.has_tokenizer:
         checkpoint.write_tokenizer(root)
+        index = build_index((root / "tokenizer.json").read_bytes())
+        if index is not None:
+            (root / INDEX_NAME).write_bytes(index)
 
 
 def type_name(checkpoint: Checkpoint) -> str:

@@ -86,6 +86,9 @@ def _rewrite(module: fx.GraphModule, node: fx.Node) -> str | None:
             return "alias"
         if is_call(node, aten.view.default, aten.reshape.default):
             return _static_view(graph, node, first)
+    if is_call(node, aten.cat.default) and (only := _only_part(node)) is not None:
+        node.replace_all_uses_with(only)
+        return "alias"
     with graph.inserting_before(node):
         if is_call(node, aten.linear.default):
             bias = weight_argument(node, 2) if len(node.args) > 2 and node.args[2] is not None else None
@@ -95,6 +98,12 @@ def _rewrite(module: fx.GraphModule, node: fx.Node) -> str | None:
         if is_call(node, aten.embedding.default):
             return _lower_embedding(module, node)
     return None
+
+
+def _only_part(cat: fx.Node) -> fx.Node | None:
+    """The one part of a `cat` that is not empty (Phi-3 appends the unrotated channels even where there are none)."""
+    parts = [part for part in cast("list[fx.Node]", cat.args[0]) if 0 not in shape(part)]
+    return parts[0] if len(parts) == 1 else None
 
 
 def _static_view(graph: fx.Graph, node: fx.Node, source: fx.Node) -> str | None:

@@ -29,7 +29,7 @@ SHARED_FILES = (
     INDEX_NAME,
 )
 _BACKENDS = ("cpu",)
-_REQUIRED_FILES = ("config.json", "tokenizer.json")
+_REQUIRED_FILES = ("config.json",)
 
 
 class Bundle:

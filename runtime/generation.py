@@ -14,7 +14,7 @@ from .partial_tokenizer import PartialTokenizer
 from .sampling_params import SamplingParams
 from .tokenizer import Tokenizer
 from .tokenizer_index import INDEX_NAME, TokenizerIndex
-from .tokenizer_library import WholeTokenizer
+from .tokenizer_library import AbsentTokenizer, WholeTokenizer
 
 
 def read_json(bundle: Bundle, name: str) -> dict[str, Any]:
@@ -28,8 +28,10 @@ def read_json(bundle: Bundle, name: str) -> dict[str, Any]:
 
 
 def read_tokenizer(bundle: Bundle) -> Tokenizer:
-    """The bundle's tokenizer; raises BundleError."""
+    """The bundle's tokenizer, or one that refuses text for a bundle compiled from a config alone; raises BundleError."""
     config = read_json(bundle, "tokenizer_config.json")
+    if not bundle.has("tokenizer.json"):
+        return Tokenizer(AbsentTokenizer(), {})
     if not bundle.has(INDEX_NAME):
         return Tokenizer(_read_whole(bundle), config)
     where = bundle.root / INDEX_NAME

@@ -21,7 +21,7 @@ class Tokenizer:
         self.special_tokens = _special_tokens(config)
         self.bos_id = self.token_id(self.special_tokens.get("bos_token"))
         self.eos_id = self.token_id(self.special_tokens.get("eos_token"))
-        first = backend.encode("a", add_special_tokens=True)[:1]
+        first = backend.encode("a", add_special_tokens=True)[:1] if backend.vocab_size else []
         self._adds_bos = self.bos_id is not None and (first == [self.bos_id] or config.get("add_bos_token") is True)
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from ..errors import BundleError
+from ..errors import BundleError, RequestError
 from .memory import trim_heap
 
 if TYPE_CHECKING:
@@ -95,3 +95,26 @@ def special_ids(tokenizer: tokenizers.Tokenizer) -> frozenset[int]:
     """The ids that `decode` leaves out."""
     added = tokenizer.get_added_tokens_decoder()
     return frozenset(token_id for token_id, token in added.items() if token.special)
+
+
+class AbsentTokenizer:
+    """Stands in where a bundle has no tokenizer: prompts must be token ids, and generated ids have no text."""
+
+    vocab_size = 0
+    special_ids: frozenset[int] = frozenset()
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Always raises RequestError."""
+        raise RequestError("the bundle has no tokenizer; pass the prompt as token ids")
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """No text."""
+        return ""
+
+    def token_id(self, token: str) -> int | None:
+        """No token is known."""
+        return None
+
+    def token(self, token_id: int) -> str | None:
+        """No token is known."""
+        return None

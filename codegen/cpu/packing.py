@@ -68,14 +68,22 @@ def attention_workspace_bytes(
 def to_bf16(x: npt.ArrayLike) -> npt.NDArray[np.uint16]:
     """float32 to bfloat16 bits, to nearest even; NaN stays NaN."""
     values = np.ascontiguousarray(x, dtype=np.float32)
-    bits = values.view(np.uint32)
-    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-    quiet = (bits >> np.uint32(16)) | np.uint32(0x40)
-    return np.where(np.isnan(values), quiet, rounded).astype(np.uint16)
+    out = np.empty(values.shape, np.uint16)
+    source, target = values.reshape(-1), out.reshape(-1)
+    for start in range(0, source.size, _SLICE_VALUES):
+        part = source[start : start + _SLICE_VALUES]
+        bits = part.view(np.uint32)
+        rounded = bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))
+        nan = np.isnan(part)
+        if nan.any():
+            rounded[nan] = bits[nan] | np.uint32(0x400000)
+        target[start : start + _SLICE_VALUES] = rounded >> np.uint32(16)
+    return out
 
 
 def from_bf16(bits: npt.ArrayLike) -> Float32:
-    return (np.asarray(bits, dtype=np.uint32) << np.uint32(16)).view(np.float32)
+    wide: Float32 = (np.asarray(bits, dtype=np.uint32) << np.uint32(16)).view(np.float32)
+    return wide
 
 
 # Quantisers
@@ -96,9 +104,7 @@ def quantize_int8(w: Array, *, search: bool = False) -> tuple[npt.NDArray[np.int
     return q, scale
 
 
-def quantize_int4(
-    w: Array, group_size: int, *, search: bool = False
-) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float16]]:
+def quantize_int4(w: Array, group_size: int, *, search: bool = False) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float16]]:
     """Symmetric, one scale for each group of columns: `w ~ q * scale[n, k // group_size]`, q in -8..7.
 
     The scale is signed so that the weight of largest magnitude becomes -8, as in ggml's Q4_0: all 16 levels are used.
@@ -143,7 +149,9 @@ def _round(w: Float32, scale: Array, low: int, high: int) -> Float32:
     inverse = np.divide(np.float32(1), wide, out=np.zeros_like(wide), where=np.abs(wide) > 1e-38)
     q = w * inverse[:, None]
     np.rint(q, out=q)
-    return np.clip(q, low, high, out=q)
+    np.clip(q, low, high, out=q)
+    rounded: Float32 = q
+    return rounded
 
 
 def _squared_error(w: Float32, q: Float32, scale: Array) -> Float32:
@@ -183,9 +191,7 @@ def pack_int8(q: npt.NDArray[np.int8], scale: Float32) -> tuple[npt.NDArray[np.u
     return blocks.view(np.uint8).reshape(*blocks.shape, 4), padded
 
 
-def pack_int4(
-    q: npt.NDArray[np.int8], scale: npt.NDArray[np.float16]
-) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.float16]]:
+def pack_int4(q: npt.NDArray[np.int8], scale: npt.NDArray[np.float16]) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.float16]]:
     """`q [N, K]` in -8..7, `scale [N, G]` to data `[NB, Kp/8, 16, 4]`, scale `[NB, G, 16]`."""
     n, k = q.shape
     padded_k = round_up(k, COLUMN_ALIGN)
@@ -202,7 +208,8 @@ def interleave(gate: Array, up: Array) -> Array:
     """Joins two packed tensors of a gate/up pair, block by block; 16 values of a row-scale vector are one block."""
     if gate.ndim == 1:
         return interleave(gate.reshape(-1, BLOCK), up.reshape(-1, BLOCK)).reshape(-1)
-    return np.stack((gate, up), axis=1).reshape(2 * gate.shape[0], *gate.shape[1:])
+    joined: Array = np.stack((gate, up), axis=1).reshape(2 * gate.shape[0], *gate.shape[1:])
+    return joined
 
 
 def pack_vector(v: Array) -> Float32:

@@ -16,6 +16,12 @@ def test_fuses_queries_and_keys(before: Callable[..., Any], architecture: str) -
     assert not {"aten.cos", "aten.sin", "aten.neg", "aten.cat"} & set(stage.counts())
 
 
+def test_fuses_phi3_with_whole_heads_rotated(before: Callable[..., Any]) -> None:
+    stage = before("fuse-rope", "phi3", partial_rotary_factor=1.0)
+    assert stage.check_preserves_logits().matches["rope"] == 4
+    assert "aten.cat" not in stage.counts()
+
+
 def test_gemma_keeps_its_two_bases_apart(before: Callable[..., Any]) -> None:
     stage = before("fuse-rope", "gemma3")
     stage.run()

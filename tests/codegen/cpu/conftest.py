@@ -104,7 +104,7 @@ def pointer(array: Array | None) -> ctypes.c_void_p:
 
 def aligned(size: int, fill: int = 0xFF) -> Array:
     """Bytes on a 64-byte boundary, NaN in every float type unless filled otherwise."""
-    raw = np.empty(size + 64, np.uint8)
+    raw: Array = np.empty(size + 64, np.uint8)
     start = -raw.ctypes.data % 64
     view = raw[start : start + size]
     view.fill(fill)
@@ -135,7 +135,7 @@ def make_matrix(kind: str, n: int, k: int, *, group: int = 32, pair: bool = Fals
     return Matrix(kind, values.astype(np.float64), _on_boundary(data), scale, group, n, k)
 
 
-def _pack(kind: str, w: Array, group: int) -> tuple[Array, Array, Any]:
+def _pack(kind: Any, w: Array, group: int) -> tuple[Array, Array, Any]:
     n, k = w.shape
     scale: Array | None = None
     if kind == "f32":
@@ -152,7 +152,8 @@ def _pack(kind: str, w: Array, group: int) -> tuple[Array, Array, Any]:
 def _on_boundary(array: Array) -> Array:
     view = aligned(array.nbytes).view(array.dtype)
     view[:] = array.reshape(-1)
-    return view.reshape(array.shape)
+    placed: Array = view.reshape(array.shape)
+    return placed
 
 
 @dataclass
@@ -214,9 +215,7 @@ class Kernels:
         self.lib.test_pack_rows(FORMATS[kind], pointer(x), rows, k, group, pointer(operand), threads)
         return operand
 
-    def linear(
-        self, x: Array, w: Matrix, *, bias: Array | None = None, epilogue: str = "none", threads: int = 1
-    ) -> Array:
+    def linear(self, x: Array, w: Matrix, *, bias: Array | None = None, epilogue: str = "none", threads: int = 1) -> Array:
         """`x [rows, K]` times the matrix; fails if a column beyond N is written."""
         rows = x.shape[0]
         operand = self.pack_rows(w.kind, x, w.group, threads)
@@ -364,9 +363,7 @@ class Kernels:
         tokens, width = qkv.shape[0], heads * cache.dim
         with_step = self._step(cache, starts, counts, threads)
         out = np.full((tokens, width + GUARD), POISON, np.float32)
-        size = packing.attention_workspace_bytes(
-            tokens, heads, cache.kv_heads, cache.dim, max(cache.lengths), threads
-        )
+        size = packing.attention_workspace_bytes(tokens, heads, cache.kv_heads, cache.dim, max(cache.lengths), threads)
         workspace = aligned(size + 256)
         call = AttentionCall(
             qkv=pointer(qkv),
@@ -382,9 +379,7 @@ class Kernels:
             ldo=out.shape[1],
             workspace=pointer(workspace),
         )
-        failed = self.lib.test_attention(
-            *with_step.pointers, cache.dim, int(cache.bf16), int(decode), ctypes.byref(call)
-        )
+        failed = self.lib.test_attention(*with_step.pointers, cache.dim, int(cache.bf16), int(decode), ctypes.byref(call))
         assert not failed, "head_dim is not instantiated in kernels_under_test.cpp"
         assert np.isnan(out[:, width:]).all(), "a column beyond the heads was written"
         assert (workspace[size:] == 0xFF).all(), "the workspace overflowed"
@@ -401,9 +396,7 @@ class Kernels:
         rows, vocab = logits.shape
         ids, logp = np.full(rows, -1, np.int32), np.full(rows, POISON, np.float32)
         array = (Sampling * rows)(*params)
-        self.lib.llmc_sample(
-            pointer(logits), rows, vocab, array, threads, pointer(ids), pointer(logp if logprobs else None)
-        )
+        self.lib.llmc_sample(pointer(logits), rows, vocab, array, threads, pointer(ids), pointer(logp if logprobs else None))
         return ids, logp
 
     def _step(self, cache: Cache, starts: Sequence[int], counts: Sequence[int], threads: int) -> _Step:

@@ -137,7 +137,7 @@ def _void_p() -> Any:
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_operand_size_is_known_to_the_planner(kernels: Any, kind: str) -> None:
+def test_operand_size_is_known_to_the_planner(kernels: Any, kind: Any) -> None:
     from llmc.codegen.cpu.packing import operand_row_bytes
 
     number = FORMATS.index(kind)

@@ -57,9 +57,7 @@ def test_integers_round_trip(size: tuple[int, int], group: int) -> None:
 def test_layouts_are_those_of_the_document() -> None:
     w = np.arange(32 * 64, dtype=np.float32).reshape(32, 64)
     assert packing.pack_f32(w)[1, 5, 3] == w[19, 5]
-    assert packing.from_bf16(packing.pack_bf16(packing.to_bf16(w)))[1, 2, 3, 1] == packing.from_bf16(
-        packing.to_bf16(w[19, 5])
-    )
+    assert packing.from_bf16(packing.pack_bf16(packing.to_bf16(w)))[1, 2, 3, 1] == packing.from_bf16(packing.to_bf16(w[19, 5]))
     q = (np.arange(32 * 64) % 255 - 127).astype(np.int8).reshape(32, 64)
     data, _ = packing.pack_int8(q, np.ones(32, np.float32))
     assert int(data[1, 3, 2, 1]) - 128 == q[18, 13]

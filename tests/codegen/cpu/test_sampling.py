@@ -65,9 +65,7 @@ def _kept(logits: Any, top_k: int, top_p: float, min_p: float) -> set[int]:
         (99, 1.0, 0.0),
     ],
 )
-def test_filters_keep_exactly_what_sorting_keeps(
-    kernels: Any, sampling: Any, top_k: int, top_p: float, min_p: float
-) -> None:
+def test_filters_keep_exactly_what_sorting_keeps(kernels: Any, sampling: Any, top_k: int, top_p: float, min_p: float) -> None:
     logits = (2 * np.random.default_rng(3).standard_normal(40)).astype(np.float32)
     logits[7] = logits[11] = logits[30]
     ids = _draw(kernels, sampling, logits, 6_000, top_k=top_k, top_p=top_p, min_p=min_p)

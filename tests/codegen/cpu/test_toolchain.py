@@ -15,7 +15,7 @@ SMALL = 'extern "C" __attribute__((visibility("default"))) int answer(void) { re
 def test_no_compiler_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.setenv("CXX", "/no/such/compiler")
-    monkeypatch.setattr(toolchain.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ToolchainError) as caught:
         toolchain.find_compiler()
     text = str(caught.value)
@@ -54,7 +54,7 @@ def test_cache(tmp_path: Path, compiler: toolchain.Compiler, monkeypatch: pytest
     built = toolchain.compile_levels(SMALL, tmp_path / "one", levels=["portable"], compiler=compiler, cache=cache)
     assert [path.name for path in built.values()] == ["libportable.so"]
     assert sorted(path.suffix for path in cache.iterdir()) == [".o", ".so"]  # what all programs share, and this one
-    monkeypatch.setattr(toolchain.subprocess, "run", lambda *a, **k: pytest.fail("compiled again"))
+    monkeypatch.setattr("subprocess.run", lambda *a, **k: pytest.fail("compiled again"))
     again = toolchain.compile_levels(SMALL, tmp_path / "two", levels=["portable"], compiler=compiler, cache=cache)
     assert again["portable"].read_bytes() == built["portable"].read_bytes()
     monkeypatch.undo()
@@ -82,9 +82,6 @@ def test_foreign_level(tmp_path: Path) -> None:
 
 def test_every_level_compiles(tmp_path: Path, compiler: toolchain.Compiler) -> None:
     """Also those that this machine cannot run."""
-    source = (
-        '#include "llmc_cpu.hpp"\n'
-        "LLMC_EXPORT int32_t llmc_step(const llmc_model*, const llmc_step_args*) { return 0; }\n"
-    )
+    source = '#include "llmc_cpu.hpp"\nLLMC_EXPORT int32_t llmc_step(const llmc_model*, const llmc_step_args*) { return 0; }\n'
     built = toolchain.compile_levels(source, tmp_path, compiler=compiler)
     assert tuple(built) == compiler.levels
