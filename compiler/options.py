@@ -12,13 +12,16 @@ from ..targets import Target, resolve_target
 
 DEFAULT_TARGET = "cpu-int8"
 DEFAULT_MAX_TOKENS = 512
-_SCHEMES = {
+_HEAD = "int8-g32"  # of every integer quantization but int8-channel: errors in the head reach the logits undamped
+_QUANTIZATIONS = {
     "f32": QuantizeOptions(weights="f32", head="f32"),
     "bf16": QuantizeOptions(weights="bf16", head="bf16"),
-    "int8": QuantizeOptions(weights="int8", head="int8"),
-    "int4": QuantizeOptions(weights="int4-g32", head="int8"),
+    "int8": QuantizeOptions(weights="int8-g128", head=_HEAD),
+    "int4": QuantizeOptions(weights="int4-g32", head=_HEAD),
+    "int8-channel": QuantizeOptions(weights="int8", head="int8"),
+    **{f: QuantizeOptions(weights=f, head=_HEAD) for f in FORMATS if "-g" in f},
 }
-QUANTIZATIONS = (*_SCHEMES, *(f for f in FORMATS if f.startswith("int4")))
+QUANTIZATIONS = tuple(_QUANTIZATIONS)
 NATIVE = "native"  # the highest level of the compiling machine
 KV_DTYPES = ("auto", "bf16", "f32")
 
@@ -71,11 +74,8 @@ class CompileOptions:
         return Target(device=target.device, scheme=scheme)
 
     def quantize_options(self, target: Target) -> QuantizeOptions:
-        """Formats of the matrices: those of the target's scheme, or of a group size given in `quantization`."""
-        options = _SCHEMES[target.scheme]
-        if self.quantization is not None and self.quantization not in _SCHEMES:
-            return QuantizeOptions(weights=self.quantization, head=options.head)
-        return options
+        """Formats of the matrices: those that `quantization` names, or else the target's scheme."""
+        return _QUANTIZATIONS[self.quantization or target.scheme]
 
     def scheme(self, target: Target) -> Scheme:
         """The number formats as program.json names them; KV is bf16 unless everything is f32."""
@@ -83,5 +83,8 @@ class CompileOptions:
         group = options.weights.partition("-g")[2]
         kv = self.kv_dtype if self.kv_dtype != "auto" else ("f32" if target.scheme == "f32" else "bf16")
         return Scheme(
-            weights=options.weights.split("-")[0], head=options.head, group_size=int(group) if group else None, kv=kv
+            weights=options.weights.split("-")[0],
+            head=options.head.split("-")[0],
+            group_size=int(group) if group else None,
+            kv=kv,
         )

@@ -14,7 +14,7 @@ from .dialect import llmc
 from .graph import WeightTable, calls, clean, weight_argument
 
 GROUP_SIZES = (32, 64, 128)
-FORMATS = ("f32", "bf16", "int8", *(f"int4-g{g}" for g in GROUP_SIZES))
+FORMATS = ("f32", "bf16", "int8", *(f"int{bits}-g{g}" for bits in (8, 4) for g in GROUP_SIZES))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,11 +29,12 @@ class QuantizeOptions:
             if value not in FORMATS:
                 raise UsageError(f"quantize: {field} format {value!r} is unknown; choose one of {', '.join(FORMATS)}")
         if self.head.startswith("int4"):
-            raise UsageError(f"quantize: head format {self.head!r} is not supported; choose f32, bf16 or int8")
+            choices = ", ".join(f for f in FORMATS if not f.startswith("int4"))
+            raise UsageError(f"quantize: head format {self.head!r} is not supported; choose one of {choices}")
 
 
 class Quantize(Pass):
-    """Round-to-nearest: int8 with a scale for each row, int4 with a float16 scale for each group of a row."""
+    """Round-to-nearest: int8 with a scale for each row, int8-g and int4-g with a float16 scale for each group of a row."""
 
     name = "quantize"
     summary = "set the stored format of every matrix"

@@ -1,4 +1,4 @@
-"""The stored formats of matrices by the names users see (`f32`, `bf16`, `int8`, `int4-g32`), and how a matrix becomes one."""
+"""The stored formats of matrices by the names users see (`f32`, `bf16`, `int8`, `int8-g32`, `int4-g32`), and how a matrix becomes one."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from ...errors import UsageError
 from . import packing
 from .packing import Array, Format
 
-_KINDS: dict[str, Format] = {"f32": "f32", "bf16": "bf16", "int8": "i8", "int4": "i4"}
+_KINDS: dict[str, Format] = {"f32": "f32", "bf16": "bf16", "int8": "i8", "int8-g": "i8g", "int4-g": "i4"}
 _NAMES = {kind: name for name, kind in _KINDS.items()}
-_DTYPES = {"f32": "F32", "bf16": "BF16", "i8": "U8", "i4": "U8"}
+_DTYPES = {"f32": "F32", "bf16": "BF16", "i8": "U8", "i8g": "U8", "i4": "U8"}
+_PER_WORD = {"f32": 1, "bf16": 2, "i8": 4, "i8g": 4, "i4": 8}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatrixFormat:
-    """`kind` names the kernels' format; `group` is the number of columns that share a scale, for i4 alone."""
+    """`kind` names the kernels' format; `group` is the number of columns that share a scale, for i8g and i4 alone."""
 
     kind: Format
     group: int | None = None
@@ -26,13 +27,16 @@ class MatrixFormat:
     @classmethod
     def parse(cls, name: str) -> MatrixFormat:
         """`"int4-g32"` -> kind i4 with groups of 32."""
-        base, _, group = name.partition("-g")
-        if base not in _KINDS or (base == "int4") != group.isdigit():
-            raise UsageError(f"matrix format {name!r} is unknown; formats are f32, bf16, int8 and int4-g<group size>")
-        return cls(kind=_KINDS[base], group=int(group) if group else None)
+        base, mark, group = name.partition("-g")
+        kind = _KINDS.get(base + mark)
+        if kind is None or bool(mark) != group.isdecimal():
+            raise UsageError(
+                f"matrix format {name!r} is unknown; formats are f32, bf16, int8, int8-g<group size> and int4-g<group size>"
+            )
+        return cls(kind=kind, group=int(group) if group else None)
 
     def __str__(self) -> str:
-        return f"{_NAMES[self.kind]}-g{self.group}" if self.group else _NAMES[self.kind]
+        return f"{_NAMES[self.kind]}{self.group or ''}"
 
     @property
     def dtype(self) -> str:
@@ -41,7 +45,7 @@ class MatrixFormat:
 
     def data_shape(self, blocks: int, columns: int) -> list[int]:
         """Shape of the data tensor of `blocks` blocks of 16 rows and `columns` padded columns."""
-        per_word = {"f32": 1, "bf16": 2, "i8": 4, "i4": 8}[self.kind]
+        per_word = _PER_WORD[self.kind]
         lanes = [packing.BLOCK] if self.kind == "f32" else [packing.BLOCK, min(per_word, 4)]
         return [blocks, columns // per_word, *lanes]
 
@@ -52,8 +56,11 @@ class MatrixFormat:
         if self.kind == "bf16":
             return [packing.pack_bf16(packing.to_bf16(value))]
         if self.kind == "i8":
-            return list(packing.pack_int8(*packing.quantize_int8(value, search=True)))
-        return list(packing.pack_int4(*packing.quantize_int4(value, cast(int, self.group), search=True)))
+            return list(packing.pack_int8(*packing.quantize_int8(value)))
+        group = cast(int, self.group)
+        if self.kind == "i8g":
+            return list(packing.pack_int8_groups(*packing.quantize_int8_groups(value, group)))
+        return list(packing.pack_int4(*packing.quantize_int4(value, group, search=True)))
 
     def unpack(self, tensors: list[Array], shape: tuple[int, int]) -> Array:
         """The float32 matrix that packed tensors stand for."""

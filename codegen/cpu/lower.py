@@ -91,7 +91,7 @@ class _Phase:
         target = str(cast(fx.Node, node).target)
         stored = StoredWeight(name=target, shape=WeightTable.of(self.module)[target].shape, format=format, glu=glu)
         data = self.weights.pointer(stored)
-        return f"w[{data}], {f'w[{data + 1}]' if format.kind in ('i8', 'i4') else 'nullptr'}, {format.group or 0}"
+        return f"w[{data}], {f'w[{data + 1}]' if len(stored.specs()) > 1 else 'nullptr'}, {format.group or 0}"
 
     def vector(self, node: object, offset: float = 0.0, glu: bool = False) -> str:
         """Pointer to a vector, or nullptr for an absent one."""

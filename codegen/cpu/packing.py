@@ -6,13 +6,13 @@ arrays are `uint16`, as numpy has no such type.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-Format: TypeAlias = Literal["f32", "bf16", "i8", "i4"]
+Format: TypeAlias = Literal["f32", "bf16", "i8", "i8g", "i4"]
 Array: TypeAlias = npt.NDArray[Any]
 Float32: TypeAlias = npt.NDArray[np.float32]
 
@@ -20,7 +20,7 @@ BLOCK: Final = 16
 """Rows of a weight block, and the multiple to which vectors are padded."""
 COLUMN_ALIGN: Final = 64
 
-_SHRINK: Final = tuple(1.0 - 0.02 * step for step in range(11))
+_SHRINK: Final = tuple(1.0 - 0.02 * step for step in range(1, 11))
 _SLICE_VALUES: Final = 1 << 18
 
 
@@ -89,27 +89,58 @@ def from_bf16(bits: npt.ArrayLike) -> Float32:
 # Quantisers
 
 
-def quantize_int8(w: Array, *, search: bool = False) -> tuple[npt.NDArray[np.int8], Float32]:
-    """Symmetric, one scale for each row: `w[n, k] ~ q[n, k] * scale[n]`, q in -127..127.
-
-    `search` tries smaller scales, which clip the largest weights, and keeps the least squared error of each row.
-    """
+def quantize_int8(w: Array) -> tuple[npt.NDArray[np.int8], Float32]:
+    """Symmetric, one scale for each row: `w[n, k] ~ q[n, k] * scale[n]`, q in -127..127."""
     n, k = w.shape
     q = np.empty((n, k), np.int8)
     scale = np.empty(n, np.float32)
     for rows in _row_slices(n, k):
         part = np.asarray(w[rows], np.float32)
-        amax = np.maximum(part.max(axis=1), -part.min(axis=1))
-        q[rows], scale[rows] = _best_scale(part, amax / np.float32(127), -127, 127, np.dtype(np.float32), search)
+        scale[rows] = _largest(part) / np.float32(127)
+        q[rows] = _round(part, scale[rows], -127, 127)
     return q, scale
+
+
+def quantize_int8_groups(w: Array, group_size: int) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float16]]:
+    """Symmetric, one scale for each group of columns: `w ~ q * scale[n, k // group_size]`, q in -127..127."""
+
+    def quantize(groups: Float32) -> tuple[Float32, npt.NDArray[np.float16]]:
+        scale = (_largest(groups) / np.float32(127)).astype(np.float16)
+        return _round(groups, scale, -127, 127), scale
+
+    return _by_group(w, group_size, quantize)
 
 
 def quantize_int4(w: Array, group_size: int, *, search: bool = False) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float16]]:
     """Symmetric, one scale for each group of columns: `w ~ q * scale[n, k // group_size]`, q in -8..7.
 
     The scale is signed so that the weight of largest magnitude becomes -8, as in ggml's Q4_0: all 16 levels are used.
-    Columns are padded with zeros to whole groups; q keeps only the first K.
+    `search` tries smaller scales, which clip that weight, and keeps the least squared error of each group.
     """
+
+    def quantize(groups: Float32) -> tuple[Float32, npt.NDArray[np.float16]]:
+        high, low = groups.max(axis=1), groups.min(axis=1)
+        scale = np.where(high > -low, high, low) / np.float32(-8)
+        best_scale = scale.astype(np.float16)
+        best = _round(groups, best_scale, -8, 7)
+        if not search:
+            return best, best_scale
+        error = _squared_error(groups, best, best_scale)
+        for factor in _SHRINK:
+            candidate = (scale * np.float32(factor)).astype(np.float16)
+            q = _round(groups, candidate, -8, 7)
+            candidate_error = _squared_error(groups, q, candidate)
+            better = candidate_error < error
+            best[better], best_scale[better], error[better] = q[better], candidate[better], candidate_error[better]
+        return best, best_scale
+
+    return _by_group(w, group_size, quantize)
+
+
+def _by_group(
+    w: Array, group_size: int, quantize: Callable[[Float32], tuple[Float32, npt.NDArray[np.float16]]]
+) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float16]]:
+    """Applies `quantize` to the groups as rows. Columns are padded with zeros to whole groups; q keeps only the first K."""
     n, k = w.shape
     groups = num_groups(k, group_size)
     q = np.empty((n, k), np.int8)
@@ -118,30 +149,16 @@ def quantize_int4(w: Array, group_size: int, *, search: bool = False) -> tuple[n
         part = np.asarray(w[rows], np.float32)
         if part.shape[1] != groups * group_size:
             part = np.pad(part, ((0, 0), (0, groups * group_size - k)))
-        flat = part.reshape(-1, group_size)
-        high, low = flat.max(axis=1), flat.min(axis=1)
-        extreme = np.where(high > -low, high, low)
-        values, scales = _best_scale(flat, extreme / np.float32(-8), -8, 7, np.dtype(np.float16), search)
+        values, scales = quantize(part.reshape(-1, group_size))
         q[rows] = values.reshape(part.shape)[:, :k]
         scale[rows] = scales.reshape(-1, groups)
     return q, scale
 
 
-def _best_scale(
-    w: Float32, scale: Float32, low: int, high: int, stored: np.dtype[Any], search: bool
-) -> tuple[npt.NDArray[np.int8], Array]:
-    """Rounds rows of `w` with `scale`, or with the shrunk scale of least squared error."""
-    best_scale = scale.astype(stored)
-    best = _round(w, best_scale, low, high)
-    if search:
-        error = _squared_error(w, best, best_scale)
-        for factor in _SHRINK[1:]:
-            candidate = (scale * np.float32(factor)).astype(stored)
-            q = _round(w, candidate, low, high)
-            candidate_error = _squared_error(w, q, candidate)
-            better = candidate_error < error
-            best[better], best_scale[better], error[better] = q[better], candidate[better], candidate_error[better]
-    return best.astype(np.int8), best_scale
+def _largest(w: Float32) -> Float32:
+    """Largest magnitude of each row."""
+    largest: Float32 = np.maximum(w.max(axis=1), -w.min(axis=1))
+    return largest
 
 
 def _round(w: Float32, scale: Array, low: int, high: int) -> Float32:
@@ -182,13 +199,14 @@ def pack_bf16(w: npt.NDArray[np.uint16]) -> npt.NDArray[np.uint16]:
 
 def pack_int8(q: npt.NDArray[np.int8], scale: Float32) -> tuple[npt.NDArray[np.uint8], Float32]:
     """`q [N, K]`, `scale [N]` to data `[NB, Kp/4, 16, 4]`, scale `[NB * 16]`."""
-    n, _ = q.shape
-    offset = q.view(np.uint8) ^ np.uint8(128)  # two's complement + 128
-    fill = np.uint32(0x80808080)
-    blocks = _to_blocks(_columns_as(offset, 128, np.dtype(np.uint32)), fill)
-    padded = np.zeros(round_up(n, BLOCK), np.float32)
-    padded[:n] = scale
-    return blocks.view(np.uint8).reshape(*blocks.shape, 4), padded
+    return _pack_bytes(q), pack_vector(scale)
+
+
+def pack_int8_groups(
+    q: npt.NDArray[np.int8], scale: npt.NDArray[np.float16]
+) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.float16]]:
+    """`q [N, K]`, `scale [N, G]` to data `[NB, Kp/4, 16, 4]`, scale `[NB, G, 16]`."""
+    return _pack_bytes(q), _to_blocks(np.ascontiguousarray(scale, np.float16), 0)
 
 
 def pack_int4(q: npt.NDArray[np.int8], scale: npt.NDArray[np.float16]) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.float16]]:
@@ -204,6 +222,12 @@ def pack_int4(q: npt.NDArray[np.int8], scale: npt.NDArray[np.float16]) -> tuple[
     return blocks.view(np.uint8).reshape(*blocks.shape, 4), scales
 
 
+def _pack_bytes(q: npt.NDArray[np.int8]) -> npt.NDArray[np.uint8]:
+    offset = q.view(np.uint8) ^ np.uint8(128)  # two's complement + 128
+    blocks = _to_blocks(_columns_as(offset, 128, np.dtype(np.uint32)), np.uint32(0x80808080))
+    return blocks.view(np.uint8).reshape(*blocks.shape, 4)
+
+
 def interleave(gate: Array, up: Array) -> Array:
     """Joins two packed tensors of a gate/up pair, block by block; 16 values of a row-scale vector are one block."""
     if gate.ndim == 1:
@@ -213,7 +237,7 @@ def interleave(gate: Array, up: Array) -> Array:
 
 
 def pack_vector(v: Array) -> Float32:
-    """A norm weight, bias or frequency vector, padded with zeros to a multiple of 16."""
+    """A norm weight, bias, frequency or row-scale vector, padded with zeros to a multiple of 16."""
     padded = np.zeros(round_up(v.shape[0], BLOCK), np.float32)
     padded[: v.shape[0]] = v
     return padded
@@ -257,11 +281,13 @@ def unpack(kind: Format, data: Array, scale: Array | None, n: int, k: int, group
     words = _from_words(data, n, np.dtype(np.uint8))
     if kind == "i8":
         return (words[:, :k].astype(np.float32) - 128) * scale[:n, None]
-    assert group_size is not None, "format i4 has a group size"
-    octets = words.reshape(n, -1, 1, 4)
-    nibbles = np.concatenate((octets & np.uint8(15), octets >> np.uint8(4)), axis=2).reshape(n, -1)[:, :k]
+    assert group_size is not None, f"format {kind} has a group size"
+    offset = 128
+    if kind == "i4":
+        octets, offset = words.reshape(n, -1, 1, 4), 8
+        words = np.concatenate((octets & np.uint8(15), octets >> np.uint8(4)), axis=2).reshape(n, -1)
     scales = _from_blocks(scale, n, scale.shape[1]).astype(np.float32)
-    return (nibbles.astype(np.float32) - 8) * np.repeat(scales, group_size, axis=1)[:, :k]
+    return (words[:, :k].astype(np.float32) - offset) * np.repeat(scales, group_size, axis=1)[:, :k]
 
 
 def deinterleave(packed: Array) -> tuple[Array, Array]:

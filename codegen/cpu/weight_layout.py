@@ -37,7 +37,7 @@ class StoredWeight:
         data = WeightSpec(name=self.name, dtype=self.format.dtype, shape=self.format.data_shape(blocks, columns))
         if self.format.kind == "i8":
             return [data, WeightSpec(name=f"{self.name}.scale", dtype="F32", shape=[rows])]
-        if self.format.kind == "i4" and self.format.group is not None:
+        if self.format.group is not None:
             groups = packing.num_groups(self.shape[1], self.format.group)
             return [data, WeightSpec(name=f"{self.name}.scale", dtype="F16", shape=[blocks, groups, packing.BLOCK])]
         return [data]

@@ -31,7 +31,11 @@ class _OptionalTolerance(click.ParamType[float]):
 @click.argument("model")
 @click.option("--target", help="What to compile for, as device-scheme: see 'llmc targets'. [default: cpu-int8]")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="The bundle. [default: NAME.llmc]")
-@click.option("--quantization", help="f32, bf16, int8, int4 or int4-g32/64/128 in place of the target's scheme.")
+@click.option(
+    "--quantization",
+    help="In place of the target's scheme: f32, bf16, int8 (groups of 128), int4 (groups of 32), int8-channel, "
+    "int8-g32/64/128 or int4-g32/64/128.",
+)
 @click.option("--kv-dtype", default="auto", show_default=True, help="KV cache: bf16 or f32; auto is f32 for f32 models.")
 @click.option("--max-tokens", type=int, default=512, show_default=True, help="Most tokens one step may take.")
 @click.option("--cpu-levels", help="Instruction-set levels to build, such as avx2,avx512 or native. [default: all]")

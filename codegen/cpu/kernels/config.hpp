@@ -31,7 +31,7 @@ namespace llmc {
 constexpr int kBlock = 16;       // rows of a weight block, lanes of a vector, tokens of a KV block
 constexpr int kColumnAlign = 64; // K is padded to this
 
-enum class Format { f32, bf16, i8, i4 };
+enum class Format { f32, bf16, i8, i8g, i4 };  // i8 has a scale for each row, i8g and i4 for each group of a row
 enum class Epilogue { none, glu_silu, glu_gelu_tanh, glu_gelu };
 
 struct Ctx {
@@ -45,10 +45,18 @@ constexpr int64_t ceil_div(int64_t value, int64_t by) { return (value + by - 1) 
 
 // Bytes of one block of 16 weight rows.
 constexpr int64_t block_stride(Format f, int64_t padded_k) {
-  return f == Format::f32 ? padded_k * 64 : f == Format::bf16 ? padded_k * 32 : f == Format::i8 ? padded_k * 16 : padded_k * 8;
+  return padded_k * (f == Format::f32 ? 64 : f == Format::bf16 ? 32 : f == Format::i4 ? 8 : 16);
 }
 
-// Groups of columns that share a scale; i8 has one for the whole row. The last group may be short.
-constexpr int group_width(Format f, int padded_k, int group) { return f == Format::i4 ? group : padded_k; }
+constexpr bool is_grouped(Format f) { return f == Format::i8g || f == Format::i4; }
+
+// Columns that share a scale, and how many such groups a row has; i8 has one. The last group may be short.
+constexpr int group_width(Format f, int64_t padded_k, int group) { return is_grouped(f) ? group : static_cast<int>(padded_k); }
+constexpr int num_groups(Format f, int64_t padded_k, int group) {
+  return static_cast<int>(ceil_div(padded_k, group_width(f, padded_k, group)));
+}
+
+// What an integer format's stored weights lie above their values.
+constexpr int weight_offset(Format f) { return f == Format::i4 ? 8 : 128; }
 
 }  // namespace llmc

@@ -15,14 +15,19 @@ LLMC_INLINE float weight_at(const void* data, const void* scale, int padded, int
   if constexpr (F == Format::bf16)
     return bf16_to_float(reinterpret_cast<const uint16_t*>(base)[(k / 2 * kBlock + lane) * 2 + k % 2]);
   const uint8_t* bytes = reinterpret_cast<const uint8_t*>(base);
-  if constexpr (F == Format::i8)
-    return static_cast<float>(bytes[(k / 4 * kBlock + lane) * 4 + k % 4] - 128) * static_cast<const float*>(scale)[n];
-  const uint8_t byte = bytes[(k / 8 * kBlock + lane) * 4 + k % 4];
-  const int nibble = k % 8 < 4 ? byte & 15 : byte >> 4;
-  const int64_t groups = ceil_div(padded, group > 0 ? group : padded);
+  int stored;
+  if constexpr (F == Format::i4) {
+    const uint8_t byte = bytes[(k / 8 * kBlock + lane) * 4 + k % 4];
+    stored = k % 8 < 4 ? byte & 15 : byte >> 4;
+  } else {
+    stored = bytes[(k / 4 * kBlock + lane) * 4 + k % 4];
+  }
+  const float value = static_cast<float>(stored - weight_offset(F));
+  if constexpr (!is_grouped(F)) return value * static_cast<const float*>(scale)[n];
+  const uint16_t* halves = static_cast<const uint16_t*>(scale) + (block * num_groups(F, padded, group) + k / group) * kBlock;
   float scales[kBlock];
-  store(scales, load_f16(static_cast<const uint16_t*>(scale) + (block * groups + k / (group > 0 ? group : padded)) * kBlock));
-  return static_cast<float>(nibble - 8) * scales[lane];
+  store(scales, load_f16(halves));
+  return value * scales[lane];
 }
 
 // out[t] = multiplier * table[token_ids[t]].

@@ -12,7 +12,7 @@ struct TileArgs {
   const char* operand;  // first row
   int64_t operand_stride;
   const char* data;  // first block
-  const char* scale;  // first block's scales: f32 [16] (i8), f16 [G, 16] (i4)
+  const char* scale;  // first block's scales: f32 [16] (i8), f16 [G, 16] (i8g, i4)
   int padded_k, group;
   float* out;  // [ROWS][out_stride]
   int out_stride;
@@ -45,6 +45,19 @@ class Prefetch {
 template <Format F>
 struct TileShape;
 
+// Group g of an integer tile's columns, 64 bytes of weights at a time. Its products are what each level defines:
+//   template <Format F, int ROWS, int BLOCKS>
+//   void multiply_group(const TileArgs&, const Group&, const char*& data, Prefetch<BLOCKS>&, F16 (&products)[ROWS][BLOCKS])
+// sums exact products in integers, takes off the weights' offset, and leaves `data` at the next group.
+struct Group {
+  int begin, end;  // columns
+  int index, count;
+
+  LLMC_INLINE IntegerRow row(const TileArgs& args, int r) const {
+    return IntegerRow(const_cast<char*>(args.operand) + r * args.operand_stride, args.padded_k, count);
+  }
+};
+
 }  // namespace llmc
 
 #include "gemm_float.hpp"
@@ -59,12 +72,50 @@ struct TileShape;
 
 namespace llmc {
 
+template <int ROWS, int BLOCKS>
+LLMC_INLINE void tile_i8(const TileArgs& args) {
+  const Group all{0, args.padded_k, 0, 1};
+  const char* data = args.data;
+  Prefetch<BLOCKS> ahead(data, block_stride(Format::i8, args.padded_k));
+  F16 products[ROWS][BLOCKS];
+  multiply_group<Format::i8>(args, all, data, ahead, products);
+  const float* scale = reinterpret_cast<const float*>(args.scale);
+  LLMC_UNROLL for (int r = 0; r < ROWS; ++r)
+    LLMC_UNROLL for (int b = 0; b < BLOCKS; ++b)
+      store(args.out + r * args.out_stride + b * kBlock,
+            products[r][b] * set1(*all.row(args, r).scale) * load(scale + b * kBlock));
+}
+
+template <Format F, int ROWS, int BLOCKS>
+LLMC_INLINE void tile_grouped(const TileArgs& args) {
+  const int groups = num_groups(F, args.padded_k, args.group);
+  const uint16_t* scale = reinterpret_cast<const uint16_t*>(args.scale);
+  const char* data = args.data;
+  Prefetch<BLOCKS> ahead(data, block_stride(F, args.padded_k));
+  F16 acc[ROWS][BLOCKS];
+  LLMC_UNROLL for (int r = 0; r < ROWS; ++r)
+    LLMC_UNROLL for (int b = 0; b < BLOCKS; ++b) acc[r][b] = zero();
+  for (int g = 0; g < groups; ++g, scale += kBlock) {
+    const int begin = g * args.group, end = begin + args.group;
+    F16 products[ROWS][BLOCKS];
+    multiply_group<F>(args, {begin, end < args.padded_k ? end : args.padded_k, g, groups}, data, ahead, products);
+    LLMC_UNROLL for (int b = 0; b < BLOCKS; ++b) {
+      const F16 w = load_f16(scale + b * groups * kBlock);
+      LLMC_UNROLL for (int r = 0; r < ROWS; ++r) acc[r][b] = fma(products[r][b], w, acc[r][b]);
+    }
+  }
+  const Group any{0, 0, 0, groups};
+  LLMC_UNROLL for (int r = 0; r < ROWS; ++r)
+    LLMC_UNROLL for (int b = 0; b < BLOCKS; ++b)
+      store(args.out + r * args.out_stride + b * kBlock, acc[r][b] * set1(*any.row(args, r).scale));
+}
+
 template <Format F, int ROWS, int BLOCKS>
 LLMC_NOINLINE void tile(const TileArgs& args) {
   if constexpr (F == Format::f32) tile_f32<ROWS, BLOCKS>(args);
   if constexpr (F == Format::bf16) tile_bf16<ROWS, BLOCKS>(args);
   if constexpr (F == Format::i8) tile_i8<ROWS, BLOCKS>(args);
-  if constexpr (F == Format::i4) tile_i4<ROWS, BLOCKS>(args);
+  if constexpr (is_grouped(F)) tile_grouped<F, ROWS, BLOCKS>(args);
 }
 
 // The tile function for a remainder of rows, and for full panels or single blocks.

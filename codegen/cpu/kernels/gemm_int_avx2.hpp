@@ -1,4 +1,4 @@
-// GEMM tiles for i8 and i4 weights with AVX2, which has no u8 x s8 dot product that cannot saturate for i8.
+// Products of integer weights with AVX2, which has no u8 x s8 dot product that cannot saturate for bytes.
 #pragma once
 
 #include "gemm.hpp"
@@ -9,10 +9,13 @@ template <>
 struct TileShape<Format::i8> {
   static constexpr int rows = 1, blocks = 1;
 };
-template <>
-struct TileShape<Format::i4> {
+struct GroupedTileShape {
   static constexpr int rows = 2, blocks = 1;
 };
+template <>
+struct TileShape<Format::i8g> : GroupedTileShape {};
+template <>
+struct TileShape<Format::i4> : GroupedTileShape {};
 
 struct I16 {
   __m256i a, b;
@@ -23,89 +26,118 @@ LLMC_INLINE F16 join_planes(I16 hi, I16 lo) {
   return fma(h, set1(256.0f), l);
 }
 
-// Bytes widen to 16 bits and vpmaddwd adds pairs of columns. A register holds 4 outputs x 2 halves of a column quad;
-// the halves are added at the end.
-template <int ROWS, int BLOCKS>
-LLMC_INLINE void tile_i8(const TileArgs& args) {
-  static_assert(ROWS == 1 && BLOCKS == 1, "eight accumulators and four weights fill the registers");
-  const IntegerRow row(const_cast<char*>(args.operand), args.padded_k, 1);
+// Weight bytes widen to 16 bits and vpmaddwd adds pairs of columns. A register of sums holds 4 outputs x 2 halves of a
+// column quad; this adds the halves: [n0 n0 n1 n1 | n2 n2 n3 n3] x 4 -> [n0 .. n15] + offset.
+LLMC_INLINE I16 add_halves(const __m256i* acc, int32_t offset) {
+  const __m256i a = _mm256_permute4x64_epi64(_mm256_hadd_epi32(acc[0], acc[1]), 0xd8);
+  const __m256i b = _mm256_permute4x64_epi64(_mm256_hadd_epi32(acc[2], acc[3]), 0xd8);
+  return {_mm256_add_epi32(a, _mm256_set1_epi32(offset)), _mm256_add_epi32(b, _mm256_set1_epi32(offset))};
+}
+
+LLMC_INLINE __m256i widen_weights(const char* p) {
+  return _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+
+// A whole row of i8: each plane has its sums.
+template <int ROWS>
+LLMC_INLINE void multiply_planes(const TileArgs& args, const Group& group, const char*& data, Prefetch<1>& ahead,
+                                 F16 (&products)[ROWS][1]) {
+  static_assert(ROWS == 1, "eight accumulators and four weights fill the registers");
+  const IntegerRow row = group.row(args, 0);
   __m256i hi[4], lo[4];
   LLMC_UNROLL for (int i = 0; i < 4; ++i) hi[i] = lo[i] = _mm256_setzero_si256();
-  const char* data = args.data;
-  Prefetch<BLOCKS> ahead(data, block_stride(Format::i8, args.padded_k));
-  for (int k = 0; k < args.padded_k; k += 4, data += 64) {
+  for (int k = group.begin; k < group.end; k += 4, data += 64) {
     ahead.step();
     const __m256i x_hi = _mm256_cvtepi8_epi16(_mm_set1_epi32(static_cast<int>(load_u32(row.hi + k))));
     const __m256i x_lo = _mm256_cvtepi8_epi16(_mm_set1_epi32(static_cast<int>(load_u32(row.lo + k))));
     LLMC_UNROLL for (int i = 0; i < 4; ++i) {
-      const __m256i w = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(data) + i));
+      const __m256i w = widen_weights(data + 16 * i);
       hi[i] = _mm256_add_epi32(hi[i], _mm256_madd_epi16(w, x_hi));
       lo[i] = _mm256_add_epi32(lo[i], _mm256_madd_epi16(w, x_lo));
     }
   }
-  const auto halves = [](const __m256i* acc, int32_t sum) {  // [n0 n0 n1 n1 | n2 n2 n3 n3] x 4 -> [n0 .. n15]
-    const __m256i offset = _mm256_set1_epi32(-128 * sum);
-    const __m256i a = _mm256_permute4x64_epi64(_mm256_hadd_epi32(acc[0], acc[1]), 0xd8);
-    const __m256i b = _mm256_permute4x64_epi64(_mm256_hadd_epi32(acc[2], acc[3]), 0xd8);
-    return I16{_mm256_add_epi32(a, offset), _mm256_add_epi32(b, offset)};
-  };
-  const F16 sum = join_planes(halves(hi, *row.sum_hi), halves(lo, *row.sum_lo));
-  store(args.out, sum * set1(*row.scale) * load(reinterpret_cast<const float*>(args.scale)));
+  products[0][0] = join_planes(add_halves(hi, -128 * *row.sum_hi), add_halves(lo, -128 * *row.sum_lo));
+}
+
+// A group of i8g: so few columns that the joined planes' sums fit 32 bits (128 x 255 x 32512 < 2^30), in half the products.
+template <int ROWS>
+LLMC_INLINE void multiply_words(const TileArgs& args, const Group& group, const char*& data, Prefetch<1>& ahead,
+                                F16 (&products)[ROWS][1]) {
+  __m256i acc[ROWS][4];
+  LLMC_UNROLL for (int r = 0; r < ROWS; ++r)
+    LLMC_UNROLL for (int i = 0; i < 4; ++i) acc[r][i] = _mm256_setzero_si256();
+  for (int k = group.begin; k < group.end; k += 8) {
+    __m256i x[ROWS];  // 8 columns, twice
+    LLMC_UNROLL for (int r = 0; r < ROWS; ++r) {
+      const char* hi = args.operand + r * args.operand_stride + k;
+      const auto widen = [](const char* p) { return _mm_cvtepi8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))); };
+      x[r] = _mm256_broadcastsi128_si256(_mm_add_epi16(_mm_slli_epi16(widen(hi), 8), widen(hi + args.padded_k)));
+    }
+    LLMC_UNROLL for (int quad = 0; quad < 2; ++quad, data += 64) {
+      ahead.step();
+      __m256i y[ROWS];
+      LLMC_UNROLL for (int r = 0; r < ROWS; ++r)
+        y[r] = quad ? _mm256_unpackhi_epi64(x[r], x[r]) : _mm256_unpacklo_epi64(x[r], x[r]);
+      LLMC_UNROLL for (int i = 0; i < 4; ++i) {
+        const __m256i w = widen_weights(data + 16 * i);
+        LLMC_UNROLL for (int r = 0; r < ROWS; ++r) acc[r][i] = _mm256_add_epi32(acc[r][i], _mm256_madd_epi16(w, y[r]));
+      }
+    }
+  }
+  LLMC_UNROLL for (int r = 0; r < ROWS; ++r) {
+    const IntegerRow row = group.row(args, r);
+    const I16 sums = add_halves(acc[r], -128 * (256 * row.sum_hi[group.index] + row.sum_lo[group.index]));
+    products[r][0] = {_mm256_cvtepi32_ps(sums.a), _mm256_cvtepi32_ps(sums.b)};
+  }
 }
 
 // Nibbles are small enough for vpmaddubsw: 16-bit sums hold 32 columns (8 quads x 2 x 15 x 128 = 30720), then widen.
-template <int ROWS, int BLOCKS>
-LLMC_INLINE void tile_i4(const TileArgs& args) {
-  static_assert(BLOCKS == 1, "");
-  const int groups = static_cast<int>(ceil_div(args.padded_k, args.group));
-  const auto row = [&](int r) {
-    return IntegerRow(const_cast<char*>(args.operand) + r * args.operand_stride, args.padded_k, groups);
-  };
+template <int ROWS>
+LLMC_INLINE void multiply_nibbles(const TileArgs& args, const Group& group, const char*& data, Prefetch<1>& ahead,
+                                  F16 (&products)[ROWS][1]) {
   const __m256i low_nibble = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
   const auto plus = [&](__m256i acc, __m256i w, const int8_t* x) {
     return _mm256_add_epi16(acc, _mm256_maddubs_epi16(w, _mm256_set1_epi32(static_cast<int>(load_u32(x)))));
   };
-  F16 acc[ROWS];
-  LLMC_UNROLL for (int r = 0; r < ROWS; ++r) acc[r] = zero();
-  const char* data = args.data;
-  Prefetch<BLOCKS> ahead(data, block_stride(Format::i4, args.padded_k));
-  for (int g = 0; g < groups; ++g) {
-    I16 hi[ROWS], lo[ROWS];
-    LLMC_UNROLL for (int r = 0; r < ROWS; ++r) {
-      hi[r].a = hi[r].b = _mm256_set1_epi32(-8 * row(r).sum_hi[g]);
-      lo[r].a = lo[r].b = _mm256_set1_epi32(-8 * row(r).sum_lo[g]);
-    }
-    const int begin = g * args.group;
-    const int end = begin + args.group < args.padded_k ? begin + args.group : args.padded_k;
-    for (int c = begin; c < end; c += 32) {
-      I16 hi16[ROWS], lo16[ROWS];
-      LLMC_UNROLL for (int r = 0; r < ROWS; ++r) hi16[r].a = hi16[r].b = lo16[r].a = lo16[r].b = _mm256_setzero_si256();
-      for (int k = c; k < c + 32; k += 8, data += 64) {
-        ahead.step();
-        const __m256i a = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(data));
-        const __m256i b = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(data) + 1);
-        const __m256i even_a = _mm256_and_si256(a, low_nibble), odd_a = _mm256_and_si256(_mm256_srli_epi16(a, 4), low_nibble);
-        const __m256i even_b = _mm256_and_si256(b, low_nibble), odd_b = _mm256_and_si256(_mm256_srli_epi16(b, 4), low_nibble);
-        LLMC_UNROLL for (int r = 0; r < ROWS; ++r) {
-          const int8_t* x = reinterpret_cast<const int8_t*>(args.operand) + r * args.operand_stride + k;
-          const int8_t* y = x + args.padded_k;
-          hi16[r].a = plus(plus(hi16[r].a, even_a, x), odd_a, x + 4);
-          hi16[r].b = plus(plus(hi16[r].b, even_b, x), odd_b, x + 4);
-          lo16[r].a = plus(plus(lo16[r].a, even_a, y), odd_a, y + 4);
-          lo16[r].b = plus(plus(lo16[r].b, even_b, y), odd_b, y + 4);
-        }
-      }
-      LLMC_UNROLL for (int r = 0; r < ROWS; ++r) {
-        hi[r].a = _mm256_add_epi32(hi[r].a, _mm256_madd_epi16(hi16[r].a, ones));
-        hi[r].b = _mm256_add_epi32(hi[r].b, _mm256_madd_epi16(hi16[r].b, ones));
-        lo[r].a = _mm256_add_epi32(lo[r].a, _mm256_madd_epi16(lo16[r].a, ones));
-        lo[r].b = _mm256_add_epi32(lo[r].b, _mm256_madd_epi16(lo16[r].b, ones));
-      }
-    }
-    const F16 w = load_f16(reinterpret_cast<const uint16_t*>(args.scale) + g * kBlock);
-    LLMC_UNROLL for (int r = 0; r < ROWS; ++r) acc[r] = fma(join_planes(hi[r], lo[r]), w, acc[r]);
+  I16 hi[ROWS], lo[ROWS];
+  LLMC_UNROLL for (int r = 0; r < ROWS; ++r) {
+    hi[r].a = hi[r].b = _mm256_set1_epi32(-8 * group.row(args, r).sum_hi[group.index]);
+    lo[r].a = lo[r].b = _mm256_set1_epi32(-8 * group.row(args, r).sum_lo[group.index]);
   }
-  LLMC_UNROLL for (int r = 0; r < ROWS; ++r) store(args.out + r * args.out_stride, acc[r] * set1(*row(r).scale));
+  for (int c = group.begin; c < group.end; c += 32) {
+    I16 hi16[ROWS], lo16[ROWS];
+    LLMC_UNROLL for (int r = 0; r < ROWS; ++r) hi16[r].a = hi16[r].b = lo16[r].a = lo16[r].b = _mm256_setzero_si256();
+    for (int k = c; k < c + 32; k += 8, data += 64) {
+      ahead.step();
+      const __m256i a = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(data));
+      const __m256i b = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(data) + 1);
+      const __m256i even_a = _mm256_and_si256(a, low_nibble), odd_a = _mm256_and_si256(_mm256_srli_epi16(a, 4), low_nibble);
+      const __m256i even_b = _mm256_and_si256(b, low_nibble), odd_b = _mm256_and_si256(_mm256_srli_epi16(b, 4), low_nibble);
+      LLMC_UNROLL for (int r = 0; r < ROWS; ++r) {
+        const int8_t* x = reinterpret_cast<const int8_t*>(args.operand) + r * args.operand_stride + k;
+        const int8_t* y = x + args.padded_k;
+        hi16[r].a = plus(plus(hi16[r].a, even_a, x), odd_a, x + 4);
+        hi16[r].b = plus(plus(hi16[r].b, even_b, x), odd_b, x + 4);
+        lo16[r].a = plus(plus(lo16[r].a, even_a, y), odd_a, y + 4);
+        lo16[r].b = plus(plus(lo16[r].b, even_b, y), odd_b, y + 4);
+      }
+    }
+    LLMC_UNROLL for (int r = 0; r < ROWS; ++r) {
+      hi[r].a = _mm256_add_epi32(hi[r].a, _mm256_madd_epi16(hi16[r].a, ones));
+      hi[r].b = _mm256_add_epi32(hi[r].b, _mm256_madd_epi16(hi16[r].b, ones));
+      lo[r].a = _mm256_add_epi32(lo[r].a, _mm256_madd_epi16(lo16[r].a, ones));
+      lo[r].b = _mm256_add_epi32(lo[r].b, _mm256_madd_epi16(lo16[r].b, ones));
+    }
+  }
+  LLMC_UNROLL for (int r = 0; r < ROWS; ++r) products[r][0] = join_planes(hi[r], lo[r]);
+}
+
+template <Format F, int ROWS, int BLOCKS>
+LLMC_INLINE void multiply_group(const TileArgs& args, const Group& group, const char*& data, Prefetch<BLOCKS>& ahead,
+                                F16 (&products)[ROWS][BLOCKS]) {
+  if constexpr (F == Format::i8) multiply_planes(args, group, data, ahead, products);
+  if constexpr (F == Format::i8g) multiply_words(args, group, data, ahead, products);
+  if constexpr (F == Format::i4) multiply_nibbles(args, group, data, ahead, products);
 }
 
 }  // namespace llmc

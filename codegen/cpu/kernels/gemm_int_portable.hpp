@@ -1,4 +1,4 @@
-// GEMM tiles for i8 and i4 weights as plain loops that a compiler can vectorise.
+// Products of integer weights as plain loops that a compiler can vectorise.
 #pragma once
 
 #include "gemm.hpp"
@@ -10,6 +10,8 @@ struct IntegerTileShape {
 };
 template <>
 struct TileShape<Format::i8> : IntegerTileShape {};
+template <>
+struct TileShape<Format::i8g> : IntegerTileShape {};
 template <>
 struct TileShape<Format::i4> : IntegerTileShape {};
 
@@ -25,41 +27,23 @@ LLMC_INLINE F16 join_planes(const int32_t* hi, const int32_t* lo) {
   return load(sum);
 }
 
-template <int ROWS, int BLOCKS>
-LLMC_INLINE void tile_i8(const TileArgs& args) {
+template <Format F, int ROWS, int BLOCKS>
+LLMC_INLINE void multiply_group(const TileArgs& args, const Group& group, const char*& data, Prefetch<BLOCKS>& /*ahead*/,
+                                F16 (&products)[ROWS][BLOCKS]) {
   static_assert(ROWS == 1 && BLOCKS == 1, "");
-  const IntegerRow row(const_cast<char*>(args.operand), args.padded_k, 1);
-  const uint8_t* data = reinterpret_cast<const uint8_t*>(args.data);
+  constexpr int kBits = F == Format::i4 ? 4 : 8, kMask = (1 << kBits) - 1;
+  const IntegerRow row = group.row(args, 0);
   int32_t hi[kBlock], lo[kBlock];
-  for (int n = 0; n < kBlock; ++n) hi[n] = -128 * *row.sum_hi, lo[n] = -128 * *row.sum_lo;
-  for (int k = 0; k < args.padded_k; k += 4, data += 64) {
-    dot4(hi, data, 0, 255, row.hi + k);
-    dot4(lo, data, 0, 255, row.lo + k);
+  for (int n = 0; n < kBlock; ++n) {
+    hi[n] = -weight_offset(F) * row.sum_hi[group.index];
+    lo[n] = -weight_offset(F) * row.sum_lo[group.index];
   }
-  store(args.out, join_planes(hi, lo) * set1(*row.scale) * load(reinterpret_cast<const float*>(args.scale)));
-}
-
-template <int ROWS, int BLOCKS>
-LLMC_INLINE void tile_i4(const TileArgs& args) {
-  static_assert(ROWS == 1 && BLOCKS == 1, "");
-  const int groups = static_cast<int>(ceil_div(args.padded_k, args.group));
-  const IntegerRow row(const_cast<char*>(args.operand), args.padded_k, groups);
-  const uint8_t* data = reinterpret_cast<const uint8_t*>(args.data);
-  F16 acc = zero();
-  for (int g = 0; g < groups; ++g) {
-    int32_t hi[kBlock], lo[kBlock];
-    for (int n = 0; n < kBlock; ++n) hi[n] = -8 * row.sum_hi[g], lo[n] = -8 * row.sum_lo[g];
-    const int begin = g * args.group;
-    const int end = begin + args.group < args.padded_k ? begin + args.group : args.padded_k;
-    for (int k = begin; k < end; k += 8, data += 64) {
-      dot4(hi, data, 0, 15, row.hi + k);
-      dot4(lo, data, 0, 15, row.lo + k);
-      dot4(hi, data, 4, 15, row.hi + k + 4);
-      dot4(lo, data, 4, 15, row.lo + k + 4);
+  for (int k = group.begin; k < group.end; data += 64)
+    LLMC_UNROLL for (int shift = 0; shift < 8; shift += kBits, k += 4) {
+      dot4(hi, reinterpret_cast<const uint8_t*>(data), shift, kMask, row.hi + k);
+      dot4(lo, reinterpret_cast<const uint8_t*>(data), shift, kMask, row.lo + k);
     }
-    acc = fma(join_planes(hi, lo), load_f16(reinterpret_cast<const uint16_t*>(args.scale) + g * kBlock), acc);
-  }
-  store(args.out, acc * set1(*row.scale));
+  products[0][0] = join_planes(hi, lo);
 }
 
 }  // namespace llmc

@@ -1,8 +1,8 @@
 // Operands: the packed form in which a linear reads its activations.
 //
 //   f32, bf16   [Kp] values, zero padded
-//   i8, i4      each value is a 16-bit integer q = round(x / scale), kept as two signed bytes q = 256 hi + lo:
-//               s8 hi[Kp], s8 lo[Kp], f32 scale, s32 sum_hi[G], s32 sum_lo[G]    (G = 1 for i8)
+//   integers    each value is a 16-bit integer q = round(x / scale), kept as two signed bytes q = 256 hi + lo:
+//               s8 hi[Kp], s8 lo[Kp], f32 scale, s32 sum_hi[G], s32 sum_lo[G]    (G groups, 1 for i8)
 //
 // With u8 weights a product of bytes is then one vpdpbusd, integer arithmetic is exact in any order, and the weights'
 // offset costs one subtraction of offset * sum per accumulator. Activations keep 16 bits: weights are the only loss.
@@ -18,8 +18,7 @@ constexpr int64_t operand_bytes(Format f, int k, int group) {
   const int64_t padded = round_up(k, kColumnAlign);
   if (f == Format::f32) return padded * 4;
   if (f == Format::bf16) return padded * 2;
-  const int64_t groups = f == Format::i4 ? ceil_div(padded, group) : 1;
-  return round_up(2 * padded + 4 + 8 * groups, 64);
+  return round_up(2 * padded + 4 + 8 * num_groups(f, padded, group), 64);
 }
 
 // Where the parts of one integer row lie.
@@ -76,7 +75,7 @@ LLMC_INLINE void pack_row(Source&& source, int k, int group, void* row) {
     const float amax = reduce_max(largest);
     const bool tiny = amax < 1e-30f;  // its inverse would overflow; such a row is zero
     const float inverse = tiny ? 0.0f : kQuantMax / amax;
-    const int width = group_width(F, padded, group), groups = static_cast<int>(ceil_div(padded, width));
+    const int width = group_width(F, padded, group), groups = num_groups(F, padded, group);
     const IntegerRow out(row, padded, groups);
     *out.scale = tiny ? 0.0f : amax / kQuantMax;
     for (int g = 0; g < groups; ++g) {

@@ -44,7 +44,8 @@ bool self_test_linear(const Ctx& ctx, int rows) {
   std::vector<float> scales = random.floats(blocks * kBlock);
   for (float& scale : scales) scale *= 1.0f / 128;
   std::vector<uint16_t> half_scales(blocks * (padded / kGroup) * kBlock);
-  for (uint16_t& half : half_scales) half = static_cast<uint16_t>(0x3000 + (random.next() > 0 ? 0x155 : 0x8000));
+  const int smallest = F == Format::i8g ? 0x2000 : 0x3000;  // 2^-7, 2^-3
+  for (uint16_t& half : half_scales) half = static_cast<uint16_t>(smallest + (random.next() > 0 ? 0x155 : 0x8000));
   for (size_t i = 0; i < data.size(); ++i) data[i] = static_cast<uint8_t>(random.next() * 128 + 128);
   if (F == Format::f32)
     for (size_t i = 0; i + 4 <= data.size(); i += 4) {
@@ -142,6 +143,7 @@ inline int self_test() {
     if (++number; !self_test_linear<Format::f32>(ctx, rows)) return number;
     if (++number; !self_test_linear<Format::bf16>(ctx, rows)) return number;
     if (++number; !self_test_linear<Format::i8>(ctx, rows)) return number;
+    if (++number; !self_test_linear<Format::i8g>(ctx, rows)) return number;
     if (++number; !self_test_linear<Format::i4>(ctx, rows)) return number;
   }
   if (++number; !self_test_norm(ctx)) return number;
