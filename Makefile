@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 MODEL := models/gemma-3-270m.gguf
 TARGET ?= cpu-int8
 
-.PHONY: demo test lint type bench quality check clean
+.PHONY: demo test lint type check bench clean
 
 demo: $(STAMP) $(MODEL)  ## compile a real model and generate text with it
 	$(BIN)/llmc compile $(MODEL) --target $(TARGET) -o models/gemma-3-270m.llmc

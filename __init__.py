@@ -30,4 +30,9 @@ def __getattr__(name: str) -> object:
     from importlib import import_module
 
     module, attribute = _LAZY[name]
-    return getattr(import_module(module, __name__), attribute)
+    try:
+        return getattr(import_module(module, __name__), attribute)
+    except ModuleNotFoundError as error:
+        from .errors import MissingExtraError
+
+        raise MissingExtraError(f"llmc.{name} needs the package {error.name!r}; run: pip install 'llmc[compile]'") from None

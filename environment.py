@@ -42,7 +42,7 @@ def _thread_count(text: str) -> int:
         count = int(text)
     except ValueError:
         raise ValueError("not a whole number") from None
-    if not 1 <= count <= 1024:
+    if not 1 <= count <= 256:
         raise ValueError("out of range")
     return count
 
@@ -95,7 +95,7 @@ LOG: Variable[str] = Variable(
 )
 NUM_THREADS: Variable[int | None] = Variable(
     name="LLMC_NUM_THREADS",
-    type="a whole number from 1 to 1024",
+    type="a whole number from 1 to 256",
     default="the CPUs this process may use",
     meaning="threads of one step on a CPU target",
     parse=_thread_count,

@@ -15,13 +15,12 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+import llmc
 import numpy as np
 import torch
+from llmc.compiler.checkpoint import open_checkpoint
 from texts import TOKENS, passages
 from transformers import AutoModelForCausalLM
-
-import llmc
-from llmc.compiler.checkpoint import open_checkpoint
 
 Logits = np.ndarray
 SCHEMES = ("f32", "bf16", "int8", "int4-g32", "int4-g64")
@@ -68,6 +67,13 @@ def measure(name: str, size: int, run: Callable[[list[int]], Logits], texts: lis
     row |= {"kl_max": float(kl.max()), "top1": float(same.mean())}
     print(f"{name:24} {size / 1e6:8.1f} MB   KL {row['kl_mean']:.5f}  p95 {row['kl_p95']:.5f}   top-1 {row['top1']:.2%}", flush=True)
     return row
+
+
+def hugging_face_row(model: str, texts: list[list[int]], reference: list[Logits]) -> dict:
+    """Transformers in bfloat16 throughout: the noise floor of the number format."""
+    half = load_reference(model, torch.bfloat16)
+    size = sum(p.numel() * 2 for p in half.parameters())
+    return measure("HF bfloat16", size, lambda ids: half(torch.tensor([ids])).logits[0].float().numpy(), texts, reference)
 
 
 def llama_cpp_rows(gguf: Path, texts: list[list[int]], reference: list[Logits], folder: Path) -> list[dict]:
@@ -121,12 +127,7 @@ def main() -> None:
             with llmc.load(report.output) as engine:
                 rows.append(measure(f"llmc {scheme}", sum(report.weight_bytes.values()), engine.logits, texts, reference))
         del reference_model
-        half = load_reference(arguments.model, torch.bfloat16)
-        size = sum(p.numel() * 2 for p in half.parameters())
-        rows.append(
-            measure("HF bfloat16", size, lambda ids: half(torch.tensor([ids])).logits[0].float().numpy(), texts, reference)
-        )
-        del half
+        rows.append(hugging_face_row(arguments.model, texts, reference))
         gguf = arguments.gguf or (Path(arguments.model) if arguments.model.endswith(".gguf") else None)
         try:
             rows += llama_cpp_rows(gguf, texts, reference, folder) if gguf else []

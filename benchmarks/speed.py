@@ -20,11 +20,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import llmc
 import torch
 from quality import load_reference
 from texts import ENGLISH
-
-import llmc
 
 SCHEMES = ("bf16", "int8", "int4-g32")
 

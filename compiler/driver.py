@@ -18,8 +18,8 @@ from ..codegen.cpu.packing import Array, operand_row_bytes
 from ..codegen.cpu.program import CpuProgram, lower
 from ..codegen.cpu.toolchain import Compiler, compile_levels, find_compiler
 from ..codegen.cpu.weight_layout import packed
-from ..environment import CACHE
-from ..errors import UsageError
+from ..environment import CACHE, DUMP_DIR
+from ..errors import ToolchainError, UsageError
 from ..passes.graph import WeightTable
 from ..passes.manager import Instrument, PassManager
 from ..passes.pipelines import cpu_pipeline
@@ -49,7 +49,10 @@ def compile_model(
     if unknown:
         valid = ", ".join(f.name for f in fields(CompileOptions))
         raise UsageError(f"compile: unknown option {unknown[0]!r}; the options are {valid}")
-    given: dict[str, object] = {"target": target, "output": Path(output) if output is not None else None, **options}
+    given: dict[str, object] = {"target": target, "output": output, **options}
+    for name in ("output", "config", "dump_ir"):
+        if given.get(name) is not None:
+            given[name] = Path(str(given[name]))
     return run(CompileOptions(model=str(model), **{k: v for k, v in given.items() if v is not None}))  # type: ignore[arg-type]
 
 
@@ -95,10 +98,11 @@ class _Compile:
 
     def _open(self) -> Checkpoint:
         options = self.options
-        if options.config is not None and options.dry_run:
-            checkpoint = open_config(options.config)
-        elif Path(options.model).is_file() and Path(options.model).suffix == ".json":
-            checkpoint = open_config(Path(options.model))
+        model = Path(options.model)
+        if model.is_file() and model.suffix == ".json" and not any(model.parent.glob("*.safetensors")):
+            if options.config is not None:
+                raise UsageError(f"--config {options.config}: {model} is a config itself; give one of the two")
+            checkpoint = open_config(model)
         else:
             checkpoint = open_checkpoint(options.model, config_override=options.config)
         if options.num_layers is not None:
@@ -107,7 +111,7 @@ class _Compile:
 
     def _run_passes(self, module: fx.GraphModule, store: WeightStore, report: CompileReport) -> None:
         options = self.options
-        self.ir = DumpIr(options.dump_ir)
+        self.ir = DumpIr(options.dump_ir or DUMP_DIR.get())
         instruments: list[Instrument] = [self.ir]
         verify = None
         if options.verify_each is not None:
@@ -141,13 +145,15 @@ class _Compile:
         output = self.options.output or Path(f"{Path(checkpoint.name).name}.llmc")
         compiler = find_compiler()
         with BundleWriter(output) as bundle:
+            if not compiler.openmp:
+                report.notes.append(f"{compiler.version} has no OpenMP: the libraries run on one thread; install g++ for more")
             with self._stage("kernels"):
                 folder = bundle.folder(f"programs/{target}")
                 (folder / "program.cpp").write_text(source)
                 libraries = self._build(source, folder, compiler)
                 report.libraries = {level: path.stat().st_size for level, path in libraries.items()}
                 names = {level: path.name for level, path in libraries.items()}
-                (folder / "program.json").write_bytes(encode_program(program.describe(names)))
+                (folder / "program.json").write_bytes(encode_program(program.describe(names, compiler.platform)))
             with self._stage("weights"):
                 weights = f"weights/{target}.safetensors"
                 specs = [spec for weight in program.weights for spec in weight.specs()]
@@ -176,6 +182,12 @@ class _Compile:
             wanted = compiler.levels
         elif NATIVE in wanted:
             wanted = (*wanted, CPU_LEVELS[ctypes.CDLL(str(libraries["portable"])).llmc_cpu_level()])
+        missing = [level for level in wanted if level not in compiler.levels and level != NATIVE]
+        if missing:
+            raise ToolchainError(
+                f"cpu level {missing[0]} cannot be built by {compiler.version} for {compiler.machine}; levels there: "
+                f"{', '.join(compiler.levels)}"
+            )
         rest = [level for level in compiler.levels if level in wanted and level not in libraries]
         return libraries | compile_levels(source, folder, levels=rest, compiler=compiler, cache=cache)
 

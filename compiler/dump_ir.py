@@ -11,6 +11,7 @@ from torch import fx
 from ..passes.base import Pass
 from ..passes.graph import EXAMPLE_ROWS, EXAMPLE_TOKENS, WeightTable, operator_name, phases
 from ..passes.manager import PassRecord
+from ..passes.plan_memory import MemoryPlan
 
 
 class DumpIr:
@@ -68,7 +69,8 @@ def graph_text(module: fx.GraphModule) -> str:
     lines: list[str] = []
     for phase, graph in phases(module).items():
         lines.append(f"graph {phase}:" if phase else "graph:")
-        lines += [f"  {_line(node)}" for node in graph.graph.nodes]
+        plan = module.meta.get("memory", {}).get(phase)
+        lines += [f"  {_line(node)}{_place(node, plan)}" for node in graph.graph.nodes]
     weights = WeightTable.of(module)
     lines.append("weights:")
     for name in sorted(weights):
@@ -76,6 +78,12 @@ def graph_text(module: fx.GraphModule) -> str:
         sources = "" if weight.sources == (name,) else f" = rows of {', '.join(weight.sources)}"
         lines.append(f"  {name}: {weight.format}{list(weight.shape)}{sources}")
     return "\n".join(lines) + "\n"
+
+
+def _place(node: fx.Node, plan: MemoryPlan | None) -> str:
+    """Where plan-memory put a value: `  @ offset + size`."""
+    buffer = plan.buffers.get(node.name) if plan is not None else None
+    return f"  @ {buffer.offset} + {buffer.size}" if buffer is not None else ""
 
 
 def _line(node: fx.Node) -> str:

@@ -7,7 +7,9 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias, TypedDict
+
+import msgspec
 
 from ..errors import BundleError, UsageError
 from ..runtime.bundle import read_manifest
@@ -19,6 +21,18 @@ from ..runtime.weights import ITEM_BYTES
 Entry: TypeAlias = "dict[str, Any]"
 
 
+class PassEntry(TypedDict):
+    """One pass of the log that a compile leaves."""
+
+    name: str
+    summary: str
+    changed: bool
+    matches: dict[str, int]
+    notes: list[str]
+    operators_before: dict[str, int]
+    operators_after: dict[str, int]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inspection:
     """The passes of a compile with their graphs, and for a bundle its programs and weights.
@@ -28,7 +42,7 @@ class Inspection:
 
     where: Path
     facts: dict[str, str]
-    passes: list[Entry]
+    passes: list[PassEntry]
     graphs: dict[str, Path]
     programs: dict[str, Program] = field(default_factory=dict)
     weights: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -36,7 +50,7 @@ class Inspection:
     @property
     def operators(self) -> Mapping[str, int]:
         """Operator counts after the last pass, over all phases."""
-        return cast("Mapping[str, int]", self.passes[-1]["operators_after"]) if self.passes else {}
+        return self.passes[-1]["operators_after"] if self.passes else {}
 
     @property
     def memory(self) -> list[str]:
@@ -55,6 +69,8 @@ class Inspection:
             raise UsageError(f"no pass is called {name!r}; {hint}passes: {', '.join(names)}")
         last = names.index(name)
         reached = [path for dump, path in sorted(self.graphs.items()) if int(dump[:3]) <= last]
+        if not reached:
+            raise BundleError(f"{self.where}: holds no graph dumps, expected report/ir/000_traced.txt and later; compile again")
         return reached[-1].read_text(encoding="utf-8")
 
     def kernel_calls(self) -> dict[str, dict[str, list[Entry]]]:
@@ -129,10 +145,10 @@ def _dumps(folder: Path) -> dict[str, Path]:
     return {path.stem: path for path in folder.glob("[0-9][0-9][0-9]_*.txt")}
 
 
-def _read_passes(path: Path) -> list[Entry]:
+def _read_passes(path: Path) -> list[PassEntry]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
         passes = value["passes"] if isinstance(value, dict) else value
-        return [dict(entry) for entry in passes]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return msgspec.convert(passes, type=list[PassEntry])
+    except (OSError, ValueError, KeyError, TypeError, msgspec.ValidationError) as error:
         raise BundleError(f"{path}: not a pass log ({type(error).__name__}); compile again") from None

@@ -64,6 +64,8 @@ class CompileOptions:
         target = resolve_target(self.target)
         if target.backend != "cpu":
             raise TargetError(f"target {target.name!r} has backend {target.backend!r}; this version generates code for: cpu")
+        if self.quantization is None and target.scheme not in _QUANTIZATIONS:
+            raise TargetError(f"target {target.name!r}: scheme {target.scheme!r} has no CPU kernels; there are {', '.join(QUANTIZATIONS)}")
         if self.quantization is None:
             return target
         scheme = self.quantization.split("-")[0]
@@ -84,7 +86,7 @@ class CompileOptions:
         kv = self.kv_dtype if self.kv_dtype != "auto" else ("f32" if target.scheme == "f32" else "bf16")
         return Scheme(
             weights=options.weights.split("-")[0],
-            head=options.head.split("-")[0],
+            head=options.head,
             group_size=int(group) if group else None,
             kv=kv,
         )

@@ -35,6 +35,7 @@ class CompileReport:
     verify_errors: dict[str, float] = field(default_factory=dict)
     stage_seconds: dict[str, float] = field(default_factory=dict)
     bundle_bytes: int = 0
+    notes: list[str] = field(default_factory=list)
 
     def describe_program(self, program: CpuProgram, module: fx.GraphModule) -> None:
         """Take the figures of a lowered program."""
@@ -69,6 +70,7 @@ class CompileReport:
             "libraries": self.libraries,
             "bundle_bytes": self.bundle_bytes,
             "verify_errors": self.verify_errors,
+            "notes": self.notes,
             "stage_seconds": {k: round(v, 3) for k, v in self.stage_seconds.items()},
             "pass_seconds": {r.name: round(r.seconds, 4) for r in self.passes},
             "peak_rss_bytes": peak_rss_bytes(),

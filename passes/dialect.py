@@ -274,7 +274,7 @@ def rope_paged_attention(
     `qkv [1, T, (Hq + 2*Hkv) * D]` in that order; returns `[1, T, Hq*D]`.
     """
     heads = qkv.view(*qkv.shape[:2], num_heads + 2 * num_kv_heads, -1)
-    q, k, v = torch.split(heads, (num_heads, num_kv_heads, num_kv_heads), 2)
+    q, k, v = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], 2)
     if q_norm is not None:
         q = rms_norm(q, q_norm, norm_eps, norm_offset)
     if k_norm is not None:

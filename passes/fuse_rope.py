@@ -13,6 +13,10 @@ from .graph import WeightTable, calls, clean, insert, is_call, replace_node, sha
 from .match import ancestors, either_order, head_transpose, last_axis_slice, operand, times_constant
 
 aten = torch.ops.aten
+_RESHAPES = (
+    *(aten.unsqueeze.default, aten.expand.default, aten.view.default, aten.transpose.int, aten.cat.default),
+    *(aten.to.dtype, aten._to_copy.default),
+)
 
 
 class FuseRope(Pass):
@@ -62,6 +66,8 @@ def _fuse(module: fx.GraphModule, cat: fx.Node) -> bool:
     if sin is None or cos is None or sin[0].args[0] is not cos[0].args[0] or sin[1] != cos[1]:
         return False
     inputs = ancestors(cos[0])
+    if not _is_outer_product(inputs):
+        return False
     frequencies = [n for n in inputs if n.op == "get_attr"]
     positions = [n for n in inputs if n.op == "placeholder"]
     if len(frequencies) != 1 or len(positions) != 1 or str(frequencies[0].target) not in WeightTable.of(module).constants:
@@ -70,6 +76,13 @@ def _fuse(module: fx.GraphModule, cat: fx.Node) -> bool:
         return False
     _replace(module.graph, x, total, positions[0], frequencies[0], cos[1])
     return True
+
+
+def _is_outer_product(inputs: set[fx.Node]) -> bool:
+    """Whether the angle is one product of the inputs, besides reshapes and casts: positions times frequencies, unscaled."""
+    calls_ = [n for n in inputs if n.op == "call_function"]
+    products = [n for n in calls_ if n.target in (aten.mul.Tensor, aten.matmul.default)]
+    return len(products) == 1 and len(products[0].all_input_nodes) == 2 and all(n in products or n.target in _RESHAPES for n in calls_)
 
 
 def _replace(graph: fx.Graph, x: fx.Node, total: fx.Node, positions: fx.Node, frequencies: fx.Node, scaling: float) -> None:

@@ -76,7 +76,7 @@ class Bundle:
         manifest = read_manifest(root)
         bundle = cls(root, manifest, _choose(manifest, root, target), verify)
         if not any_machine:
-            check_machine(bundle.program.backend, bundle.entry.name, root)
+            check_machine(bundle.program, bundle.entry.name, root)
         if wait:
             bundle.check()
         return bundle
@@ -184,21 +184,22 @@ def read_manifest(root: Path) -> Manifest:
     return manifest
 
 
-def check_machine(backend: str, target: str, root: Path) -> None:
+class _Machine(msgspec.Struct):
+    backend: str
+    machine: str
+
+
+def check_machine(program: Program | _Machine, target: str, root: Path) -> None:
     """Refuse a program that this machine cannot run; raises BundleError."""
-    if backend not in _BACKENDS:
+    if program.backend not in _BACKENDS:
         raise BundleError(
-            f"{root}: target {target!r} is for backend {backend!r}; this runtime runs {', '.join(_BACKENDS)}: "
+            f"{root}: target {target!r} is for backend {program.backend!r}; this runtime runs {', '.join(_BACKENDS)}: "
             "compile for a target of those"
         )
     # platform.machine() would do, but importing platform costs more than the rest of this function's module.
-    machine = os.uname().machine if hasattr(os, "uname") else "unknown"
-    if (sys.platform, machine) != ("linux", "x86_64"):
-        raise BundleError(f"{root}: target {target!r} is for x86_64 linux; this machine is {machine} {sys.platform}")
-
-
-class _Backend(msgspec.Struct):
-    backend: str
+    here = f"{os.uname().machine if hasattr(os, 'uname') else 'unknown'}-{sys.platform}"
+    if program.machine != here:
+        raise BundleError(f"{root}: target {target!r} is for {program.machine}; this machine is {here}: compile the model on such a one")
 
 
 def _choose(manifest: Manifest, root: Path, target: str | None) -> TargetEntry:
@@ -215,7 +216,7 @@ def _choose(manifest: Manifest, root: Path, target: str | None) -> TargetEntry:
             if entry.program not in manifest.files:
                 raise BundleError(f"{root}: target {entry.name!r}: {entry.program[:200]!r} is not in files")
             data = locate(root, entry.program, manifest.files[entry.program]).read_bytes()
-            check_machine(msgspec.json.decode(data, type=_Backend).backend, entry.name, root)
+            check_machine(msgspec.json.decode(data, type=_Machine), entry.name, root)
         except (BundleError, OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
             refusals.append(str(error))
         else:

@@ -48,8 +48,8 @@ class Output:
     """The result of one request.
 
     `token_ids` are all generated ids, the one that ended the text included. `text` is what they decode to without
-    special tokens, cut before a stop string. `finish_reason` is "stop" (end of sequence, stop id or stop string),
-    "length" (max_tokens or the end of the context) or "abort".
+    special tokens, cut before a stop string. `finish_reason` is "stop" (end of sequence, stop id or stop string)
+    or "length" (max_tokens or the end of the context).
     """
 
     text: str

@@ -10,10 +10,11 @@ from ..errors import BundleError
 
 ABI_VERSION = 1
 BLOCK_SIZE = 16  # tokens in a KV block; fixed by the layout of a block
+MAX_THREADS = 256  # the arena has workspace for so many
 CPU_LEVELS = ("portable", "avx2", "avx512", "amx")  # index = what llmc_cpu_level returns
 MAX_PROGRAM_BYTES = 64 << 20
 
-_KV_ITEM_BYTES = {"f32": 4, "bf16": 2}
+KV_ITEM_BYTES = {"f32": 4, "bf16": 2}
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 Bytes = Annotated[int, msgspec.Meta(ge=0, le=2**46)]
@@ -72,6 +73,7 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
     abi_version: int
     target: str
     backend: str
+    machine: str
     scheme: Scheme
     vocab_size: Count
     max_tokens: Count
@@ -107,9 +109,9 @@ def decode_program(data: bytes, where: str) -> Program:
     kv = program.kv_cache
     if kv.block_size != BLOCK_SIZE:
         raise BundleError(f"{where}: kv_cache.block_size is {kv.block_size}, expected {BLOCK_SIZE}")
-    item = _KV_ITEM_BYTES.get(kv.dtype)
+    item = KV_ITEM_BYTES.get(kv.dtype)
     if item is None:
-        raise BundleError(f"{where}: kv_cache.dtype is {kv.dtype!r}, expected one of {', '.join(_KV_ITEM_BYTES)}")
+        raise BundleError(f"{where}: kv_cache.dtype is {kv.dtype!r}, expected one of {', '.join(KV_ITEM_BYTES)}")
     least = 2 * kv.num_layers * kv.num_kv_heads * kv.head_dim * BLOCK_SIZE * item
     if kv.bytes_per_block < least:
         raise BundleError(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias, cast
 
+import numpy as np
+
 from ..errors import RequestError
 from .chat import ChatTemplate, Message
 from .tokenizer import Tokenizer
@@ -42,6 +44,7 @@ class PromptEncoder:
             ids = list(cast("Sequence[int]", prompt))
         if not ids:
             raise RequestError("the prompt is empty; expected at least one token")
+        ids = [int(i) if isinstance(i, np.integer) else i for i in ids]
         for index, token_id in enumerate(ids):
             if not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id < self.vocab_size:
                 raise RequestError(

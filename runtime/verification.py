@@ -65,7 +65,7 @@ def _check_target(root: Path, name: str) -> Check:
         read_default_params(bundle)
         read_end_ids(bundle, tokenizer)
         try:
-            check_machine(bundle.program.backend, name, root)
+            check_machine(bundle.program, name, root)
         except LlmcError:
             return Check(subject=name, detail=detail)
         from .executor.cpu import open_best_library

@@ -15,11 +15,9 @@ from ...passes.dialect import llmc
 from ...passes.graph import Operator, WeightTable, module_path, operator_name, shape, source_line
 from ...passes.insert_kv_cache import KvCacheShape
 from ...passes.plan_memory import MemoryPlan
-from ...runtime.program import Call
+from ...runtime.program import KV_ITEM_BYTES, Call
 from .formats import MatrixFormat
 from .weight_layout import StoredWeight
-
-_KV_ITEM_BYTES = {"f32": 4, "bf16": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,7 +259,7 @@ def _attention(phase: _Phase, node: fx.Node) -> tuple[_Kernel, ...]:
     qkv, q_norm, k_norm, norm_eps, norm_offset, inv_freq, rope_scaling = node.args[:7]
     num_heads, num_kv_heads, scale, window, softcap, layer, split_kv = node.args[12:]
     cache = cast(KvCacheShape, phase.module.meta["kv_cache"])
-    item = _KV_ITEM_BYTES[phase.kv_dtype]
+    item = KV_ITEM_BYTES[phase.kv_dtype]
     layer_bytes = 2 * cache.num_kv_heads * cache.head_dim * cache.block_size * item
     place = (str(cast(int, layer) * layer_bytes), str(cache.num_layers * layer_bytes))
     kv = "KvF32" if phase.kv_dtype == "f32" else "KvBf16"

@@ -13,13 +13,10 @@ from ...passes.graph import calls
 from ...passes.graph import phases as phases_of
 from ...passes.insert_kv_cache import KvCacheShape
 from ...passes.plan_memory import MemoryPlan
-from ...runtime.program import ABI_VERSION, KvCacheSpec, Phase, Program, Scheme
+from ...runtime.program import ABI_VERSION, KV_ITEM_BYTES, MAX_THREADS, KvCacheSpec, Phase, Program, Scheme
 from . import packing
 from .lower import KernelCall, WeightList, lower_phase
 from .weight_layout import StoredWeight
-
-_KV_ITEM_BYTES = {"f32": 4, "bf16": 2}
-_MAX_THREADS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,12 +51,13 @@ class CpuProgram:
             phases=[{"name": name, "calls": calls} for name, calls in self.phases.items()],
         )
 
-    def describe(self, libraries: dict[str, str]) -> Program:
-        """program.json; `libraries` maps levels to file names."""
+    def describe(self, libraries: dict[str, str], machine: str) -> Program:
+        """program.json; `libraries` maps levels to file names, `machine` is what they are built for."""
         return Program(
             abi_version=ABI_VERSION,
             target=self.target,
             backend="cpu",
+            machine=machine,
             scheme=self.scheme,
             vocab_size=self.vocab_size,
             max_tokens=self.max_tokens,
@@ -99,7 +97,7 @@ def lower(
             num_kv_heads=cache.num_kv_heads,
             head_dim=cache.head_dim,
             block_size=cache.block_size,
-            bytes_per_block=block_values * _KV_ITEM_BYTES[scheme.kv],
+            bytes_per_block=block_values * KV_ITEM_BYTES[scheme.kv],
         ),
         phases=kernels,
         weights=weights.stored,
@@ -109,5 +107,5 @@ def lower(
 def _workspace_bytes(module: fx.GraphModule, cache: KvCacheShape, max_tokens: int, context_length: int) -> int:
     num_heads = max(cast(int, node.args[12]) for node in calls(module, llmc.rope_paged_attention.default))
     return packing.attention_workspace_bytes(
-        max_tokens, num_heads, cache.num_kv_heads, cache.head_dim, context_length, _MAX_THREADS
+        max_tokens, num_heads, cache.num_kv_heads, cache.head_dim, context_length, MAX_THREADS
     )

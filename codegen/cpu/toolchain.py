@@ -62,6 +62,11 @@ class Compiler:
     """Whether it can link its C++ runtime into the library, which then needs no such package where it is used."""
 
     @property
+    def platform(self) -> str:
+        """The machine as program.json names it, such as `x86_64-linux`."""
+        return f"{self.machine.split('-')[0]}-{'linux' if 'linux' in self.machine else sys.platform}"
+
+    @property
     def levels(self) -> tuple[str, ...]:
         """Levels it can build, lowest first."""
         x86 = self.machine.startswith(("x86_64", "amd64"))

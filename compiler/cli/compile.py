@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ...environment import DUMP_DIR
 from ...errors import MissingExtraError
 from .output import json_option, note, print_json, print_table
 
 if TYPE_CHECKING:
     from ..report import CompileReport
+
+
+_TOLERANCE = "1e-4"
 
 
 class _OptionalTolerance(click.ParamType[float]):
@@ -27,7 +29,14 @@ class _OptionalTolerance(click.ParamType[float]):
             self.fail(f"{value!r} is not a number", param, ctx)
 
 
-@click.command(name="compile")
+class _CompileCommand(click.Command):
+    """Lets `--verify-each` stand alone, so that it never takes the model for its tolerance."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, [f"{a}={_TOLERANCE}" if a == "--verify-each" else a for a in args])
+
+
+@click.command(name="compile", cls=_CompileCommand)
 @click.argument("model")
 @click.option("--target", help="What to compile for, as device-scheme: see 'llmc targets'. [default: cpu-int8]")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="The bundle. [default: NAME.llmc]")
@@ -45,8 +54,7 @@ class _OptionalTolerance(click.ParamType[float]):
 @click.option(
     "--verify-each",
     type=_OptionalTolerance(),
-    is_flag=False,
-    flag_value="1e-4",
+    metavar="[=TOLERANCE]",
     help="Compare logits before and after each pass on the real weights. [tolerance: 1e-4]",
 )
 @click.option("--stop-after", metavar="PASS", help="Stop after this pass; writes no bundle.")
@@ -90,7 +98,7 @@ def command(
         cpu_levels=tuple(cpu_levels.split(",")) if cpu_levels else None,
         config=config,
         num_layers=num_layers,
-        dump_ir=dump_ir or DUMP_DIR.get(),
+        dump_ir=dump_ir,
         verify_each=verify_each,
         stop_after=stop_after,
         dry_run=dry_run,
@@ -117,6 +125,8 @@ def _print_summary(report: CompileReport) -> None:
         calls = ", ".join(f"{name} {count}" for name, count in report.kernel_calls.items())
         click.echo(f"weights: {weights}")
         click.echo(f"kernel calls: {calls}; arena {report.arena_bytes / 1e6:.1f} MB, KV {report.kv_bytes_per_token} B/token")
+    for text in report.notes:
+        note(f"note: {text}")
     seconds = ", ".join(f"{name} {value:.1f}" for name, value in report.stage_seconds.items())
     click.echo(f"seconds: {seconds}")
     if report.output is not None:

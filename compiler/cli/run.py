@@ -27,7 +27,7 @@ from .output import json_option, note, print_json
 @click.option("--stop", multiple=True, help="End before this text; may be given several times.")
 @click.option("--ignore-eos", is_flag=True, help="Go on past the end of the sequence.")
 @click.option("--target", help="Which of the bundle's targets to run [default: the first that runs here].")
-@click.option("--num-threads", type=click.IntRange(1, 1024), help="CPU threads [default: LLMC_NUM_THREADS, or all].")
+@click.option("--num-threads", type=click.IntRange(1, 256), help="CPU threads [default: LLMC_NUM_THREADS, or all].")
 @click.option("--stats", is_flag=True, help="Print a line of timings on stderr.")
 @json_option
 def command(

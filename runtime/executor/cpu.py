@@ -14,7 +14,7 @@ from ... import environment
 from ...errors import BundleError, UsageError
 from ..bundle import Bundle
 from ..memory import allocate, available_cpus
-from ..program import CPU_LEVELS, check_abi
+from ..program import CPU_LEVELS, MAX_THREADS, check_abi
 from .base import Float32, Int32, StepBatch
 
 logger = logging.getLogger("llmc.runtime")
@@ -61,7 +61,7 @@ class CpuExecutor:
         program = bundle.program
         self._bundle = bundle  # keeps the weights mapped
         self._library, self.level = open_best_library(bundle, level)
-        self.num_threads = num_threads or environment.NUM_THREADS.get() or available_cpus()
+        self.num_threads = min(num_threads or environment.NUM_THREADS.get() or available_cpus(), MAX_THREADS)
         self.num_kv_blocks = num_kv_blocks
         self._vocab_size = program.vocab_size
         self._prefill = program.phase_index("prefill")

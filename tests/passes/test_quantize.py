@@ -10,12 +10,12 @@ import torch
 from llmc.errors import UsageError
 from llmc.passes.quantize import QuantizeOptions
 
-_BOUNDS = {"bf16": 0.02, "int8": 0.05, "int4-g32": 0.6}
+_BOUNDS = {"bf16": 0.02, "int8": 0.05, "int8-g32": 0.03, "int8-g128": 0.05, "int4-g32": 0.6}
 
 
 @pytest.mark.parametrize("format", list(_BOUNDS))
 def test_error_is_that_of_the_format(before: Callable[..., Any], format: str) -> None:
-    head = format if format == "bf16" else "int8"
+    head = format if format in ("bf16", "int8-g32") else "int8"
     stage = before("quantize", "llama", QuantizeOptions(weights=format, head=head))
     exact = stage.logits()
     result = stage.run()
@@ -35,7 +35,7 @@ def test_tied_head_has_one_format(before: Callable[..., Any]) -> None:
     assert [n.args[-1] for n in used] == ["int8", "int8"]
 
 
-@pytest.mark.parametrize("options", [{"weights": "int5"}, {"head": "int4-g32"}, {"weights": "int4-g48"}])
+@pytest.mark.parametrize("options", [{"weights": "int5"}, {"head": "int4-g32"}, {"weights": "int4-g48"}, {"head": "int8-g16"}])
 def test_refuses_unknown_formats(options: dict[str, str]) -> None:
     with pytest.raises(UsageError, match="choose"):
         QuantizeOptions(**options)

@@ -97,6 +97,7 @@ def build_bundle(toy_library: Callable[..., Path], toy_tokenizer: Tokenizer) -> 
                 abi_version=1,
                 target=target,
                 backend="cpu" if target.startswith("cpu") else "cuda",
+                machine="x86_64-linux",
                 scheme=Scheme(weights="f32", head="f32", group_size=None, kv="f32"),
                 vocab_size=VOCAB_SIZE,
                 max_tokens=max_tokens,

@@ -11,7 +11,7 @@ from typing import Any
 
 import llmc
 import pytest
-from llmc.errors import BundleError, UsageError
+from llmc.errors import BundleError, RequestError, UsageError
 from llmc.runtime import Bundle
 from llmc.runtime.verification import verify_bundle
 
@@ -199,6 +199,7 @@ def test_a_linked_folder_that_leads_out(bundle: Path) -> None:
         ),
         ({"weights": [{"name": "seed", "dtype": "F32", "shape": [16]}] * 2}, "listed more than once"),
         ({"backend": "cuda"}, "is for backend 'cuda'; this runtime runs cpu"),
+        ({"machine": "aarch64-linux"}, "is for aarch64-linux; this machine is x86_64-linux"),
     ],
 )
 def test_wrong_programs(build_bundle: Callable[..., Path], tmp_path: Path, changes: dict[str, object], text: str) -> None:
@@ -307,11 +308,23 @@ def test_intact_but_unusable_files(
     refused(bundle, text)
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "config.json"])
-def test_a_bundle_without_a_needed_file(bundle: Path, rewrite_manifest: Callable[..., None], name: str) -> None:
-    (bundle / name).unlink()
+def test_a_bundle_without_a_needed_file(bundle: Path, rewrite_manifest: Callable[..., None]) -> None:
+    (bundle / "config.json").unlink()
     rewrite_manifest(bundle)
-    refused(bundle, f"needs '{name}', which is not in files")
+    refused(bundle, "needs 'config.json', which is not in files")
+
+
+def test_a_bundle_without_a_tokenizer_takes_token_ids_alone(bundle: Path, rewrite_manifest: Callable[..., None]) -> None:
+    for path in bundle.glob("*tokenizer*"):
+        path.unlink()
+    (bundle / "chat_template.jinja").unlink(missing_ok=True)
+    rewrite_manifest(bundle)
+    with llmc.load(bundle) as engine:
+        output = engine.generate([5, 6, 7], llmc.SamplingParams(max_tokens=4, ignore_eos=True))
+        assert len(output.token_ids) == 4
+        assert output.text == ""
+        with pytest.raises(RequestError, match="no tokenizer; pass the prompt as token ids"):
+            engine.generate("text")
 
 
 def test_a_damaged_file_is_named_before_its_consequence(bundle: Path) -> None:

@@ -16,7 +16,7 @@ from llmc.codegen.cpu import packing, toolchain
 from llmc.errors import ToolchainError
 
 SOURCE = Path(__file__).parent / "kernels_under_test.cpp"
-FORMATS = {"f32": 0, "bf16": 1, "i8": 2, "i4": 3}
+FORMATS = {"f32": 0, "bf16": 1, "i8": 2, "i8g": 3, "i4": 4}
 EMULATED = "amx-emulated"
 EPILOGUES = {"none": 0, "glu_silu": 1, "glu_gelu_tanh": 2, "glu_gelu": 3}
 GUARD = 24
@@ -144,6 +144,8 @@ def _pack(kind: Any, w: Array, group: int) -> tuple[Array, Array, Any]:
         data = packing.pack_bf16(packing.to_bf16(w))
     elif kind == "i8":
         data, scale = packing.pack_int8(*packing.quantize_int8(w))
+    elif kind == "i8g":
+        data, scale = packing.pack_int8_groups(*packing.quantize_int8_groups(w, group))
     else:
         data, scale = packing.pack_int4(*packing.quantize_int4(w, group))
     return packing.unpack(kind, data, scale, n, k, group), data, scale

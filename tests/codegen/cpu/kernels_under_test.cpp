@@ -50,6 +50,10 @@ static void run_linear(const Ctx& ctx, int epilogue, const void* x, const void* 
       constexpr Format F = Format::i8;          \
       call;                                     \
     } break;                                    \
+    case Format::i8g: {                         \
+      constexpr Format F = Format::i8g;         \
+      call;                                     \
+    } break;                                    \
     case Format::i4: {                          \
       constexpr Format F = Format::i4;          \
       call;                                     \

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-FORMATS = ("f32", "bf16", "i8", "i4")
-TOLERANCE = {"f32": 3e-6, "bf16": 1e-2, "i8": 1e-4, "i4": 1e-4}
+FORMATS = ("f32", "bf16", "i8", "i8g", "i4")
+TOLERANCE = {"f32": 3e-6, "bf16": 1e-2, "i8": 1e-4, "i8g": 1e-4, "i4": 1e-4}
 ERF = np.vectorize(__import__("math").erf)
 
 
@@ -60,10 +60,15 @@ def test_bias(kernels: Any, matrix: Any) -> None:
     assert _relative_error(kernels.linear(x, w, bias=bias), want) < TOLERANCE["f32"]
 
 
+@pytest.mark.parametrize("kind", ["i8g", "i4"])
 @pytest.mark.parametrize("group", [32, 64, 128])
-def test_int4_groups(kernels: Any, matrix: Any, group: int) -> None:
-    w, x = matrix("i4", 40, 320, group=group), _x(4, 320)  # with 128, the last group is half as wide
-    assert _relative_error(kernels.linear(x, w), x @ w.values.T) < TOLERANCE["i4"]
+def test_groups(kernels: Any, matrix: Any, kind: str, group: int) -> None:
+    w, x = matrix(kind, 40, 320, group=group), _x(4, 320)  # with 128, the last group is half as wide
+    got = kernels.linear(x, w)
+    assert _relative_error(got, x @ w.values.T) < TOLERANCE[kind]
+    np.testing.assert_array_equal(got[3], kernels.linear(x[3:], w)[0])
+    ids = np.array([39, 0], np.int32)
+    np.testing.assert_allclose(kernels.embedding(ids, w, 1.0), w.values[ids], rtol=1e-6)
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -76,20 +81,21 @@ def test_row_does_not_depend_on_batch_or_threads(kernels: Any, matrix: Any, kind
         np.testing.assert_array_equal(batch[row], kernels.linear(x[row : row + 1], w, threads=2)[0])
 
 
-@pytest.mark.parametrize("kind", ["i8", "i4"])
-def test_integer_extremes(kernels: Any, matrix: Any, kind: str) -> None:
+@pytest.mark.parametrize(("kind", "group"), [("i8", 32), ("i8g", 32), ("i8g", 128), ("i4", 32), ("i4", 128)])
+def test_integer_extremes(kernels: Any, matrix: Any, kind: str, group: int) -> None:
     """Full-scale rows of one sign, where saturating or wrapping arithmetic would show."""
     k = 2048
-    w = matrix(kind, 32, k)
+    w = matrix(kind, 32, k, group=group)
     for value in (1.0, -1.0):
         x = np.full((2, k), value, np.float32)
         assert _relative_error(kernels.linear(x, w), x @ w.values.T) < 1e-4
-    w.data[:] = 0  # all weights at their lowest: -128, -8
-    x = np.ones((1, k), np.float32)
-    step = 128.0 if kind == "i8" else 8.0
     scale = w.scale.astype(np.float64)
-    want = -step * k * scale if kind == "i8" else -step * 32 * scale.sum(axis=1).reshape(-1)
-    assert _relative_error(kernels.linear(x, w), want) < 1e-4
+    total = k * scale if kind == "i8" else group * scale.sum(axis=1).reshape(-1)
+    x = np.ones((2, k), np.float32)
+    x[1] = -1.0
+    for byte, weight in ((0, -8 if kind == "i4" else -128), (255, 7 if kind == "i4" else 127)):  # the lowest, the highest
+        w.data[:] = byte
+        assert _relative_error(kernels.linear(x, w), weight * np.stack((total, -total))) < 1e-4
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -113,7 +119,7 @@ def test_non_finite_input_stays_in_its_row(kernels: Any, matrix: Any, kind: str,
     operand = kernels.pack_rows(kind, x)
     out = np.zeros((3, 20), np.float32)
     kernels.lib.test_linear(
-        {"f32": 0, "bf16": 1, "i8": 2, "i4": 3}[kind],
+        FORMATS.index(kind),
         0,
         operand.ctypes.data_as(_void_p()),
         w.data.ctypes.data_as(_void_p()),

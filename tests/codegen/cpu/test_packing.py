@@ -9,6 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llmc.codegen.cpu import packing
+from llmc.codegen.cpu.formats import MatrixFormat
+from llmc.codegen.cpu.weight_layout import StoredWeight
+from llmc.errors import UsageError
 
 
 def _w(n: int, k: int, seed: int = 0) -> Any:
@@ -45,9 +48,16 @@ def test_integers_round_trip(size: tuple[int, int], group: int) -> None:
     np.testing.assert_array_equal(packing.unpack("i8", data, scales, n, k), q * scale[:, None])
     assert data.astype(np.int64).sum() == q.astype(np.int64).sum() + 128 * data.size
 
+    groups = packing.num_groups(k, group)
+    q8, scale8 = packing.quantize_int8_groups(_w(n, k), group)
+    data8, scales8 = packing.pack_int8_groups(q8, scale8)
+    assert (data8.shape, scales8.shape) == (data.shape, (-(-n // 16), groups, 16))
+    want = q8 * np.repeat(scale8.astype(np.float32), group, axis=1)[:, :k]
+    np.testing.assert_array_equal(packing.unpack("i8g", data8, scales8, n, k, group), want)
+    assert data8.astype(np.int64).sum() == q8.astype(np.int64).sum() + 128 * data8.size
+
     q4, scale4 = packing.quantize_int4(_w(n, k), group)
     data4, scales4 = packing.pack_int4(q4, scale4)
-    groups = packing.num_groups(k, group)
     assert data4.shape == (-(-n // 16), packing.round_up(k, 64) // 8, 16, 4)
     assert scales4.shape == (-(-n // 16), groups, 16)
     want = q4 * np.repeat(scale4.astype(np.float32), group, axis=1)[:, :k]
@@ -61,6 +71,9 @@ def test_layouts_are_those_of_the_document() -> None:
     q = (np.arange(32 * 64) % 255 - 127).astype(np.int8).reshape(32, 64)
     data, _ = packing.pack_int8(q, np.ones(32, np.float32))
     assert int(data[1, 3, 2, 1]) - 128 == q[18, 13]
+    data, scales = packing.pack_int8_groups(q, np.arange(64, dtype=np.float16).reshape(32, 2))
+    assert int(data[1, 3, 2, 1]) - 128 == q[18, 13]
+    assert scales[1, 1, 2] == 18 * 2 + 1
     q4 = (np.arange(32 * 64) % 16 - 8).astype(np.int8).reshape(32, 64)
     scale = np.arange(64, dtype=np.float16).reshape(32, 2)
     data4, scales = packing.pack_int4(q4, scale)
@@ -99,20 +112,49 @@ def test_search_never_loses(group: int) -> None:
     w = np.random.default_rng(0).standard_t(3, (64, 256)).astype(np.float32)
     errors = []
     for search in (False, True):
-        q, scale = packing.quantize_int8(w, search=search)
-        q4, scale4 = packing.quantize_int4(w, group, search=search)
-        wide = np.repeat(scale4.astype(np.float32), group, axis=1)
-        errors.append((_error(w, q * scale[:, None]), _error(w, q4 * wide)))
-    assert errors[1][0] <= errors[0][0]
-    assert errors[1][1] < errors[0][1]
+        q, scale = packing.quantize_int4(w, group, search=search)
+        errors.append(_error(w, q * np.repeat(scale.astype(np.float32), group, axis=1)))
+    assert errors[1] < errors[0]
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_int8_groups_are_within_half_a_step(group: int) -> None:
+    """And a group's step is of its own largest weight, so that outliers elsewhere in the row cost nothing."""
+    w = np.random.default_rng(0).standard_t(3, (20, 300)).astype(np.float32)
+    w[:, 0] = 100.0
+    q, scale = packing.quantize_int8_groups(w, group)
+    wide = np.repeat(scale.astype(np.float32), group, axis=1)[:, :300]
+    assert np.abs(q.astype(int)).max() == 127
+    assert (np.abs(w - q * wide) <= 0.57 * wide).all()  # a scale rounded down clips by 127 / 2048 of a step
+    rows, row_scale = packing.quantize_int8(w)
+    assert _error(w[:, group:], (q * wide)[:, group:]) < 0.02 * _error(w[:, group:], (rows * row_scale[:, None])[:, group:])
 
 
 def test_zero_rows_quantise_to_zero() -> None:
     w = np.zeros((3, 64), np.float32)
-    assert (packing.quantize_int8(w, search=True)[0] == 0).all()
-    q, scale = packing.quantize_int4(w, 32, search=True)
-    assert (q == 0).all()
-    assert (scale == 0).all()
+    assert (packing.quantize_int8(w)[0] == 0).all()
+    for q, scale in (packing.quantize_int8_groups(w, 32), packing.quantize_int4(w, 32, search=True)):
+        assert (q == 0).all()
+        assert (scale == 0).all()
+
+
+@pytest.mark.parametrize("name", ["f32", "bf16", "int8", "int8-g32", "int8-g128", "int4-g64"])
+def test_format_names_round_trip(name: str) -> None:
+    format = MatrixFormat.parse(name)
+    assert str(format) == name
+    w = _w(20, 130)
+    tensors = format.pack(w)
+    stored = StoredWeight(name="w", shape=w.shape, format=format)
+    sizes = {"F32": 4, "BF16": 2, "F16": 2, "U8": 1}
+    assert [(list(t.shape), t.itemsize) for t in tensors] == [(s.shape, sizes[s.dtype]) for s in stored.specs()]
+    assert stored.num_bytes() == sum(t.nbytes for t in tensors)
+    np.testing.assert_allclose(format.unpack(tensors, w.shape), w, atol=0.3)
+
+
+@pytest.mark.parametrize("name", ["int4", "int8-g", "int8-gx", "bf16-g32", "i8"])
+def test_unknown_format_names(name: str) -> None:
+    with pytest.raises(UsageError, match="formats are"):
+        MatrixFormat.parse(name)
 
 
 def test_largest_weight_uses_the_sixteenth_level() -> None:
