@@ -14,7 +14,7 @@ demo: $(STAMP) $(MODEL)  ## compile a real model and generate text with it
 	    -p "A compiler is a program that translates"
 
 test: $(STAMP)  ## the whole test suite
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist loadfile
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

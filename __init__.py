@@ -1,8 +1,8 @@
 """llmc compiles a causal language model into a bundle and runs the bundle without torch.
 
-    llmc.compile("path/to/model", target="cpu-int8", output="model.llmc")     # needs llmc[compile]
-    engine = llmc.load("model.llmc")                                          # needs neither torch nor transformers
-    print(engine.generate("The capital of France is").text)
+llmc.compile("path/to/model", target="cpu-int8", output="model.llmc")     # needs llmc[compile]
+engine = llmc.load("model.llmc")                                          # needs neither torch nor transformers
+print(engine.generate("The capital of France is").text)
 """
 
 from __future__ import annotations

@@ -65,7 +65,10 @@ def measure(name: str, size: int, run: Callable[[list[int]], Logits], texts: lis
     kl, same = (np.concatenate(values) for values in zip(*pairs, strict=True))
     row = {"name": name, "bytes": size, "kl_mean": float(kl.mean()), "kl_p95": float(np.quantile(kl, 0.95))}
     row |= {"kl_max": float(kl.max()), "top1": float(same.mean())}
-    print(f"{name:24} {size / 1e6:8.1f} MB   KL {row['kl_mean']:.5f}  p95 {row['kl_p95']:.5f}   top-1 {row['top1']:.2%}", flush=True)
+    print(
+        f"{name:24} {size / 1e6:8.1f} MB   KL {row['kl_mean']:.5f}  p95 {row['kl_p95']:.5f}   top-1 {row['top1']:.2%}",
+        flush=True,
+    )
     return row
 
 
@@ -116,7 +119,11 @@ def main() -> None:
         bundles = {}
         for scheme in arguments.schemes.split(","):
             bundles[scheme] = llmc.compile(
-                arguments.model, target="cpu-int8", quantization=scheme, cpu_levels=("native",), output=folder / f"{scheme}.llmc"
+                arguments.model,
+                target="cpu-int8",
+                quantization=scheme,
+                cpu_levels=("native",),
+                output=folder / f"{scheme}.llmc",
             )
         with llmc.load(bundles["bf16" if "bf16" in bundles else next(iter(bundles))].output) as engine:
             texts = [engine.tokenizer.encode(text)[:TOKENS] for text in passages().values()]

@@ -2,8 +2,8 @@
 
     python benchmarks/speed.py MODEL [--prompt 512] [--generate 64] [--rounds 5] [--threads 2] [--json FILE]
 
-Every round times every contender once, so that a noisy machine is unkind to all alike; the table shows medians, and ratios to llama.cpp (or,
-without it, to HF). Floors: a decoded token must read all weights once, a prompt token needs two operations for each layer weight.
+Every round times every contender once, so that a noisy machine is unkind to all alike; the table shows medians, and ratios to llama.cpp
+(or, without it, to HF). Floors: a decoded token must read all weights once, a prompt token needs two operations for each layer weight.
 """
 
 from __future__ import annotations
@@ -106,7 +106,9 @@ def hugging_face_contender(model: str) -> Contender:
 
         return timed(run)
 
-    return Contender("HF bfloat16", 2 * sum(p.numel() for p in reference.parameters()), lambda ids: timed(lambda: forward(ids)), decode)
+    return Contender(
+        "HF bfloat16", 2 * sum(p.numel() for p in reference.parameters()), lambda ids: timed(lambda: forward(ids)), decode
+    )
 
 
 def machine_floors() -> tuple[float, float]:
@@ -193,7 +195,9 @@ def _print(
     control = contenders[-1]
     print(f"{arguments.threads} threads; reads {bandwidth / 1e9:.1f} GB/s; bfloat16 products {rate / 1e12:.2f} TFLOP/s")
     print(f"prompt {arguments.prompt} tokens, {arguments.generate} generated; medians of {arguments.rounds} interleaved rounds")
-    print(f"{'':22}{'prefill tok/s':>14}{'x control':>10}{'of peak':>9}{'decode tok/s':>14}{'x control':>10}{'GB/s':>7}{'of floor':>9}")
+    print(
+        f"{'':22}{'prefill tok/s':>14}{'x control':>10}{'of peak':>9}{'decode tok/s':>14}{'x control':>10}{'GB/s':>7}{'of floor':>9}"
+    )
     rows = []
     for c in contenders:
         prefill, decode = statistics.median(c.prefill_rates), statistics.median(c.decode_rates)
@@ -217,7 +221,9 @@ def _print(
         )
     print(f"control: {control.name}")
     for scheme, (seconds, rss, weights) in startups.items():
-        print(f"start of llmc {scheme}: {seconds:.2f} s to the first token, resident {rss / 1e6:.0f} MB = {rss / weights:.2f}x weights")
+        print(
+            f"start of llmc {scheme}: {seconds:.2f} s to the first token, resident {rss / 1e6:.0f} MB = {rss / weights:.2f}x weights"
+        )
     if arguments.json:
         machine = {"bandwidth_bytes_per_s": bandwidth, "bf16_ops_per_s": rate, "threads": arguments.threads}
         start = {k: {"seconds": v[0], "resident_bytes": v[1], "weight_bytes": v[2]} for k, v in startups.items()}

@@ -177,7 +177,9 @@ class _Compile:
         """The shared libraries; the portable one, which finds out what a machine has, is always among them."""
         cache = CACHE.get()
         wanted = self.options.cpu_levels
-        libraries = {} if wanted is None else compile_levels(source, folder, levels=["portable"], compiler=compiler, cache=cache)
+        libraries = (
+            {} if wanted is None else compile_levels(source, folder, levels=["portable"], compiler=compiler, cache=cache)
+        )
         if wanted is None:
             wanted = compiler.levels
         elif NATIVE in wanted:

@@ -112,7 +112,9 @@ def _open_bundle(path: Path) -> Inspection:
     weights: dict[str, tuple[int, int]] = {}
     for entry in manifest.targets:
         if entry.program not in manifest.files:
-            raise BundleError(f"{path}: target {entry.name} names {entry.program}, which the manifest does not list; compile again")
+            raise BundleError(
+                f"{path}: target {entry.name} names {entry.program}, which the manifest does not list; compile again"
+            )
         program_path = locate(path, entry.program, manifest.files[entry.program])
         programs[entry.name] = decode_program(program_path.read_bytes(), str(program_path))
         for spec in programs[entry.name].weights:

@@ -65,7 +65,9 @@ class CompileOptions:
         if target.backend != "cpu":
             raise TargetError(f"target {target.name!r} has backend {target.backend!r}; this version generates code for: cpu")
         if self.quantization is None and target.scheme not in _QUANTIZATIONS:
-            raise TargetError(f"target {target.name!r}: scheme {target.scheme!r} has no CPU kernels; there are {', '.join(QUANTIZATIONS)}")
+            raise TargetError(
+                f"target {target.name!r}: scheme {target.scheme!r} has no CPU kernels; there are {', '.join(QUANTIZATIONS)}"
+            )
         if self.quantization is None:
             return target
         scheme = self.quantization.split("-")[0]

@@ -27,7 +27,13 @@ from .graph import (
 )
 
 aten = torch.ops.aten
-_CASTS: tuple[Operator, ...] = (aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten.type_as.default, aten._to_copy.default)
+_CASTS: tuple[Operator, ...] = (
+    aten.to.dtype,
+    aten.to.device,
+    aten.to.dtype_layout,
+    aten.type_as.default,
+    aten._to_copy.default,
+)
 _COPIES: tuple[Operator, ...] = (aten.contiguous.default, aten.clone.default, aten.alias.default, aten.dropout.default)
 _KNOWN: frozenset[Operator] = frozenset(
     {
@@ -134,4 +140,3 @@ def _lower_embedding(module: fx.GraphModule, node: fx.Node) -> str:
     )
     replace_node(result, lowered)
     return "embedding"
-

@@ -3,9 +3,9 @@
 Shapes: a traced graph has batch 1, so activations are `[1, T, width]` and heads `[1, T, H, D]`. Every operator but attention works token
 by token, which is why the same graph is the flattened batch of many sequences. All activations are float32 in eager execution.
 
-`format` names how a matrix is stored and how its input rows are rounded before the product: `f32`, `bf16`, `int8`, `int8-g<group>`
-or `int4-g<group>`.
-In eager execution the weight argument already holds the decoded values; only the rounding of the input is applied here.
+`format` names how a matrix is stored and how its input rows are rounded before the product: `f32`, `bf16`, `int8`,
+`int8-g<group>` or `int4-g<group>`. In eager execution the weight argument already holds the decoded values; only the
+rounding of the input is applied here.
 """
 
 from __future__ import annotations

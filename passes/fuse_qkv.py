@@ -40,9 +40,7 @@ class FuseQkv(Pass):
 def _projection(node: fx.Node | None) -> fx.Node | None:
     """The linear (or slice of one) that heads come from, through transposes, views, norms and rotary."""
     while node is not None:
-        if head_transpose(node) is None and not is_call(
-            node, aten.view.default, llmc.rope.default, llmc.rms_norm.default
-        ):
+        if head_transpose(node) is None and not is_call(node, aten.view.default, llmc.rope.default, llmc.rms_norm.default):
             return node
         node = operand(node)
     return None

@@ -82,7 +82,11 @@ def _is_outer_product(inputs: set[fx.Node]) -> bool:
     """Whether the angle is one product of the inputs, besides reshapes and casts: positions times frequencies, unscaled."""
     calls_ = [n for n in inputs if n.op == "call_function"]
     products = [n for n in calls_ if n.target in (aten.mul.Tensor, aten.matmul.default)]
-    return len(products) == 1 and len(products[0].all_input_nodes) == 2 and all(n in products or n.target in _RESHAPES for n in calls_)
+    return (
+        len(products) == 1
+        and len(products[0].all_input_nodes) == 2
+        and all(n in products or n.target in _RESHAPES for n in calls_)
+    )
 
 
 def _replace(graph: fx.Graph, x: fx.Node, total: fx.Node, positions: fx.Node, frequencies: fx.Node, scaling: float) -> None:

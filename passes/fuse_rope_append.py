@@ -35,17 +35,25 @@ def _fuse(graph: fx.Graph, attention: fx.Node) -> bool:
     """Fuse one layer; whether it normalises queries and keys."""
     q, k, v = (cast(fx.Node, a) for a in attention.args[:3])
     if not (is_call(q, llmc.rope.default) and is_call(k, llmc.rope.default) and q.args[1:] == k.args[1:]):
-        raise PassError(f"fuse-rope-append: {module_path(attention)}: found queries and keys without one rotary table, expected llmc.rope on both")
+        raise PassError(
+            f"fuse-rope-append: {module_path(attention)}: found queries and keys without one rotary table, expected llmc.rope on both"
+        )
     q_source, q_norm = _peel_norm(q)
     k_source, k_norm = _peel_norm(k)
     if (q_norm is None) != (k_norm is None) or (q_norm and k_norm and q_norm.args[2:] != k_norm.args[2:]):
-        raise PassError(f"fuse-rope-append: {module_path(attention)}: found a norm on queries or keys alone, expected both or neither")
+        raise PassError(
+            f"fuse-rope-append: {module_path(attention)}: found a norm on queries or keys alone, expected both or neither"
+        )
     q_slice, k_slice, v_slice = (_heads(n) for n in (q_source, k_source, v))
     if q_slice is None or k_slice is None or v_slice is None or not q_slice[0] is k_slice[0] is v_slice[0]:
-        raise PassError(f"fuse-rope-append: {module_path(attention)}: found q, k and v of separate projections, expected slices of one")
+        raise PassError(
+            f"fuse-rope-append: {module_path(attention)}: found q, k and v of separate projections, expected slices of one"
+        )
     qkv = q_slice[0]
     if q_slice[1] != 0 or q_slice[2] != k_slice[1] or k_slice[2] != v_slice[1] or v_slice[2] != shape(qkv)[-1]:
-        raise PassError(f"fuse-rope-append: {module_path(attention)}: found q, k and v out of order in the projection, expected q, k, v")
+        raise PassError(
+            f"fuse-rope-append: {module_path(attention)}: found q, k and v out of order in the projection, expected q, k, v"
+        )
     norms = (operand(q_norm, 1), operand(k_norm, 1), *q_norm.args[2:4]) if q_norm and k_norm else (None, None, 0.0, 0.0)
     step, constants = attention.args[3:8], attention.args[8:]
     heads = (shape(q)[2], shape(k)[2])

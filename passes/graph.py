@@ -165,7 +165,9 @@ def weight_argument(node: fx.Node, position: int) -> fx.Node:
     """The `get_attr` at an argument position; anything else is an error that names the node."""
     argument = node.args[position]
     if not isinstance(argument, fx.Node) or argument.op != "get_attr":
-        raise PassError(f"{module_path(node)}: argument {position} of {operator_name(node)} is computed, expected a stored weight")
+        raise PassError(
+            f"{module_path(node)}: argument {position} of {operator_name(node)} is computed, expected a stored weight"
+        )
     return argument
 
 

@@ -48,7 +48,9 @@ class InsertKvCache(Pass):
             raise PassError("insert-kv-cache: the graph has no llmc.attention; found none, expected one in each layer")
         kv_shapes = {(shape(cast(fx.Node, a.args[1]))[1], shape(cast(fx.Node, a.args[1]))[3]) for a in attentions}
         if len(kv_shapes) != 1:
-            raise PassError(f"insert-kv-cache: layers differ in (kv heads, head size): found {sorted(kv_shapes)}, expected one shape")
+            raise PassError(
+                f"insert-kv-cache: layers differ in (kv heads, head size): found {sorted(kv_shapes)}, expected one shape"
+            )
         num_kv_heads, head_dim = kv_shapes.pop()
         cache = KvCacheShape(num_layers=len(attentions), num_kv_heads=num_kv_heads, head_dim=head_dim)
         module.meta["kv_cache"] = cache
@@ -82,11 +84,15 @@ def _add_inputs(graph: fx.Graph, cache: KvCacheShape) -> tuple[fx.Node, ...]:
 def _replace(graph: fx.Graph, attention: fx.Node, step: tuple[fx.Node, ...], layer: int) -> None:
     q, k, v = (head_transpose(operand(attention, i)) for i in range(3))
     if q is None or k is None or v is None:
-        raise PassError(f"insert-kv-cache: {module_path(attention)}: found heads that are not transposed from tokens, expected [1, T, H, D]")
+        raise PassError(
+            f"insert-kv-cache: {module_path(attention)}: found heads that are not transposed from tokens, expected [1, T, H, D]"
+        )
     scale, window, softcap = cast("tuple[float, int, float]", attention.args[3:6])
     with graph.inserting_before(attention):
         paged = insert(graph, llmc.paged_attention.default, q, k, v, *step, scale, window, softcap, layer, False)
     for user in list(attention.users):
         if not is_call(user, aten.view.default) or shape(user) != shape(paged):
-            raise PassError(f"insert-kv-cache: {module_path(attention)}: attention feeds {user.target}, expected a view that joins the heads")
+            raise PassError(
+                f"insert-kv-cache: {module_path(attention)}: attention feeds {user.target}, expected a view that joins the heads"
+            )
         replace_node(user, paged)

@@ -141,7 +141,9 @@ class PlanMemory(Pass):
         dimensions = shape(value)
         rows = {EXAMPLE_TOKENS: "T", EXAMPLE_ROWS: "R"}.get(dimensions[1])
         if len(dimensions) != 3 or rows is None:
-            raise PassError(f"plan-memory: {node.name} ({operator_name(node)}) has shape {dimensions}, expected [1, tokens, width]")
+            raise PassError(
+                f"plan-memory: {node.name} ({operator_name(node)}) has shape {dimensions}, expected [1, tokens, width]"
+            )
         format = str(node.args[-1]) if is_call(node, *_NORMS, llmc.pack_rows.default) else ""
         width = dimensions[2]
         row_bytes = self.operand_row_bytes(format, width) if format else 4 * width

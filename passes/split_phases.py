@@ -66,4 +66,3 @@ def _gather_rows(module: fx.GraphModule) -> None:
         streams = 2 if norm.target is llmc.add_rms_norm.default else 1
         gathered = [insert(graph, llmc.gather_rows.default, operand(norm, i), rows) for i in range(streams)]
     norm.args = (*gathered, *norm.args[streams:])
-

@@ -199,7 +199,9 @@ def check_machine(program: Program | _Machine, target: str, root: Path) -> None:
     # platform.machine() would do, but importing platform costs more than the rest of this function's module.
     here = f"{os.uname().machine if hasattr(os, 'uname') else 'unknown'}-{sys.platform}"
     if program.machine != here:
-        raise BundleError(f"{root}: target {target!r} is for {program.machine}; this machine is {here}: compile the model on such a one")
+        raise BundleError(
+            f"{root}: target {target!r} is for {program.machine}; this machine is {here}: compile the model on such a one"
+        )
 
 
 def _choose(manifest: Manifest, root: Path, target: str | None) -> TargetEntry:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,13 @@ _ARCHITECTURES: dict[str, dict[str, Any]] = {
 ARCHITECTURES = tuple(_ARCHITECTURES)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Workers that share the machine take one thread each: threads that wait for each other at barriers must not outnumber the cores."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        os.environ["OMP_NUM_THREADS"] = "1"  # torch, in this process and those it starts
+        os.environ.setdefault("LLMC_NUM_THREADS", "1")
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """A test with an `architecture` argument runs for each of them."""
     if "architecture" in metafunc.fixturenames:
@@ -86,9 +94,7 @@ def tiny_model(tiny_config: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @pytest.fixture(scope="session")
-def tiny_checkpoint(
-    tiny_model: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[..., Path]:
+def tiny_checkpoint(tiny_model: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """`tiny_checkpoint("llama")` -> a folder that holds `tiny_model("llama")`; made once for each set of arguments."""
     made: dict[str, Path] = {}
 

@@ -1,4 +1,4 @@
-"""The stored formats of matrices by the names users see (`f32`, `bf16`, `int8`, `int8-g32`, `int4-g32`), and how a matrix becomes one."""
+"""The stored formats of matrices by the names users see (`f32`, `int8-g32`, `int4-g32`), and how a matrix becomes one."""
 
 from __future__ import annotations
 

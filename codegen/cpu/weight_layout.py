@@ -38,8 +38,9 @@ class StoredWeight:
         if self.format.kind == "i8":
             return [data, WeightSpec(name=f"{self.name}.scale", dtype="F32", shape=[rows])]
         if self.format.group is not None:
-            groups = packing.num_groups(self.shape[1], self.format.group)
-            return [data, WeightSpec(name=f"{self.name}.scale", dtype="F16", shape=[blocks, groups, packing.BLOCK])]
+            even = packing.round_up(blocks, 2)  # so that its bytes are a multiple of 64, as every tensor's
+            shape = [even, packing.num_groups(self.shape[1], self.format.group), packing.BLOCK]
+            return [data, WeightSpec(name=f"{self.name}.scale", dtype="F16", shape=shape)]
         return [data]
 
     def num_bytes(self) -> int:
@@ -51,7 +52,7 @@ class StoredWeight:
         if self.glu:
             halves = zip(*(self._pack(half) for half in np.split(value, 2)), strict=True)
             return [packing.interleave(gate, up) for gate, up in halves]
-        return self._pack(value)
+        return [_pad_blocks(t, spec.shape[0]) for t, spec in zip(self._pack(value), self.specs(), strict=True)]
 
     def _pack(self, value: Array) -> list[Array]:
         if self.format is None:
@@ -62,6 +63,12 @@ class StoredWeight:
         if self.glu:  # each half is padded on its own
             return 2 * packing.round_up(self.shape[0] // 2, packing.BLOCK)
         return packing.round_up(self.shape[0], packing.BLOCK)
+
+
+def _pad_blocks(tensor: Array, blocks: int) -> Array:
+    """Zeros after the last block."""
+    missing = blocks - tensor.shape[0]
+    return np.pad(tensor, [(0, missing), *[(0, 0)] * (tensor.ndim - 1)]) if missing else tensor
 
 
 _ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "U8": 1}

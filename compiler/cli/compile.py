@@ -130,7 +130,9 @@ def _print_summary(report: CompileReport) -> None:
     seconds = ", ".join(f"{name} {value:.1f}" for name, value in report.stage_seconds.items())
     click.echo(f"seconds: {seconds}")
     if report.output is not None:
-        click.echo(f"wrote {report.output} ({report.bundle_bytes / 1e6:.1f} MB); try: llmc run {report.output} -p 'Once upon a time'")
+        click.echo(
+            f"wrote {report.output} ({report.bundle_bytes / 1e6:.1f} MB); try: llmc run {report.output} -p 'Once upon a time'"
+        )
     else:
         click.echo("wrote no bundle")
 

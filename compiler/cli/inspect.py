@@ -18,9 +18,7 @@ from .output import json_option, print_json, print_table
 @click.option("--diff", nargs=2, metavar="A B", help="Print how the graph differs between two passes.")
 @click.option("--kernels", is_flag=True, help="Print the kernel calls of each phase.")
 @json_option
-def command(
-    bundle_or_dump: Path, pass_name: str | None, diff: tuple[str, str] | None, kernels: bool, as_json: bool
-) -> None:
+def command(bundle_or_dump: Path, pass_name: str | None, diff: tuple[str, str] | None, kernels: bool, as_json: bool) -> None:
     """Show passes, operators, weights, memory and targets of BUNDLE_OR_DUMP, a bundle or a --dump-ir folder."""
     if sum((pass_name is not None, diff is not None, kernels)) > 1:
         raise UsageError("inspect: --pass, --diff and --kernels exclude each other; give one of them")

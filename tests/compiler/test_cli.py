@@ -18,7 +18,17 @@ def _llmc(*arguments: object) -> subprocess.CompletedProcess[str]:
 def test_compile_run_inspect_verify(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     out, dumps = tmp_path / "m.llmc", tmp_path / "dumps"
     done = _llmc(
-        "compile", tiny_checkpoint("llama"), "--target", "cpu-int8", "--cpu-levels", "native", "-o", out, "--dump-ir", dumps, "--json"
+        "compile",
+        tiny_checkpoint("llama"),
+        "--target",
+        "cpu-int8",
+        "--cpu-levels",
+        "native",
+        "-o",
+        out,
+        "--dump-ir",
+        dumps,
+        "--json",
     )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
@@ -69,7 +79,17 @@ def test_errors_are_one_line_and_exit_2(tiny_checkpoint: Callable[..., Path], ar
 
 
 def test_no_compiler_is_one_sentence(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "llmc", "compile", str(tiny_checkpoint("llama")), "--target", "cpu-f32", "-o", str(tmp_path / "x")]
+    command = [
+        sys.executable,
+        "-m",
+        "llmc",
+        "compile",
+        str(tiny_checkpoint("llama")),
+        "--target",
+        "cpu-f32",
+        "-o",
+        str(tmp_path / "x"),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, env={"PATH": str(tmp_path), "HOME": str(tmp_path)})
     if "ziglang" in done.stdout:
         pytest.skip("the ziglang wheel is installed: there is a compiler")

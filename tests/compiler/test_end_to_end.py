@@ -29,9 +29,7 @@ def _reference(model: Any, tokens: list[int]) -> np.ndarray:
     return model(torch.tensor([tokens]), use_cache=False).logits[0].numpy()
 
 
-def test_logits_equal_hugging_face(
-    tiny_bundle: Callable[..., Path], tiny_model: Callable[..., Any], architecture: str
-) -> None:
+def test_logits_equal_hugging_face(tiny_bundle: Callable[..., Path], tiny_model: Callable[..., Any], architecture: str) -> None:
     model = tiny_model(architecture)
     with llmc.load(tiny_bundle(architecture, "f32")) as engine:
         for length in LENGTHS:

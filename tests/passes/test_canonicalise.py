@@ -18,7 +18,15 @@ def test_keeps_the_numbers_and_leaves_no_leftovers(before: Callable[..., Any], a
     counts = stage.counts()
     assert counts["llmc.embedding"] == 1
     assert counts["llmc.linear"] == (4 if architecture == "phi3" else 7) * layers + 1
-    leftovers = {"aten.linear", "aten.embedding", "aten.type_as", "aten.cumsum", "aten.diff", "aten.sym_size.int", "aten.dropout"}
+    leftovers = {
+        "aten.linear",
+        "aten.embedding",
+        "aten.type_as",
+        "aten.cumsum",
+        "aten.diff",
+        "aten.sym_size.int",
+        "aten.dropout",
+    }
     assert not leftovers & set(counts)
     assert result.matches["dead"] > 0
     casts = {n.meta["val"].dtype for n in stage.module.graph.nodes if "aten.to" in str(n.target)}

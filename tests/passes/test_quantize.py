@@ -10,7 +10,7 @@ import torch
 from llmc.errors import UsageError
 from llmc.passes.quantize import QuantizeOptions
 
-_BOUNDS = {"bf16": 0.02, "int8": 0.05, "int8-g32": 0.03, "int8-g128": 0.05, "int4-g32": 0.6}
+_BOUNDS = {"bf16": 0.02, "int8": 0.05, "int8-g32": 0.05, "int8-g128": 0.05, "int4-g32": 0.6}
 
 
 @pytest.mark.parametrize("format", list(_BOUNDS))

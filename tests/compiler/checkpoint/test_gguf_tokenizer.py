@@ -1,6 +1,6 @@
 """Tokenizers rebuilt from GGUF give the ids that the original and transformers give."""
 
-# ruff: noqa: RUF001 - texts in many scripts on purpose
+
 
 from __future__ import annotations
 
