@@ -9,6 +9,7 @@ Every round times every contender once, so that a noisy machine is unkind to all
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import statistics
@@ -21,7 +22,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import llmc
+import numpy as np
 import torch
+from llmc.codegen.cpu.toolchain import compile_library
 from quality import load_reference
 from texts import ENGLISH
 
@@ -111,10 +114,14 @@ def hugging_face_contender(model: str) -> Contender:
     )
 
 
-def machine_floors() -> tuple[float, float]:
-    """Bytes a second of reading 512 MB with all threads, and bfloat16 operations a second of a large matrix product; best of five."""
-    big = torch.ones(128 << 20, dtype=torch.float32)
-    bandwidth = max(big.numel() * 4 / timed(big.sum) for _ in range(5))
+def machine_floors(threads: int) -> tuple[float, float]:
+    """Bytes a second of reading 512 MB with `threads`, and bfloat16 operations a second of a large matrix product; best of five."""
+    big = np.ones(64 << 20, dtype=np.uint64)
+    with tempfile.TemporaryDirectory() as name:
+        library = compile_library(Path(__file__).parent / "read_probe.cpp", "portable", Path(name) / "probe.so")
+        probe = ctypes.CDLL(str(library)).read_all
+    arguments = (big.ctypes.data_as(ctypes.c_void_p), ctypes.c_int64(big.size), ctypes.c_int(threads))
+    bandwidth = max(big.nbytes / timed(lambda: probe(*arguments)) for _ in range(5))
     a = torch.randn(2048, 2048).bfloat16()
     rate = max(2 * 2048**3 / timed(lambda: a @ a) for _ in range(5))
     return bandwidth, rate
@@ -151,7 +158,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    bandwidth, rate = machine_floors()
+    bandwidth, rate = machine_floors(arguments.threads)
     with tempfile.TemporaryDirectory() as name:
         contenders, startups, embedding = [], {}, 0
         for scheme in arguments.schemes.split(","):

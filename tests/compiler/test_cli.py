@@ -34,14 +34,14 @@ def test_compile_run_inspect_verify(tiny_checkpoint: Callable[..., Path], tmp_pa
     report = json.loads(done.stdout)
     assert report["output"] == str(out)
     assert report["passes"][0]["name"] == "canonicalise"
-    assert report["weight_bytes"]["int8"] > 0
+    assert report["weight_bytes"]["int8-g128"] > 0
     assert _llmc("verify", out).returncode == 0
     ran = json.loads(_llmc("run", out, "-p", "ab", "-n", 5, "--ignore-eos", "--json").stdout)
     assert len(ran["token_ids"]) == 5
     for where in (out, dumps):
         overview = json.loads(_llmc("inspect", where, "--json").stdout)
         assert [p["name"] for p in overview["passes"]][-1] == "plan-memory"
-        assert overview["operators"]["llmc.linear"] == 2 * (2 * 2 + 1)
+        assert overview["operators"]["llmc.linear"] == 2 * (3 * 2 + 1)  # two phases of two layers and a head
         graph = _llmc("inspect", where, "--pass", "fuse-rope").stdout
         assert "llmc.rope(" in graph
         assert "aten.cos" not in graph
@@ -60,7 +60,7 @@ def test_compile_run_inspect_verify(tiny_checkpoint: Callable[..., Path], tmp_pa
     ("arguments", "message"),
     [
         (["compile", "/nowhere", "--target", "cpu-int8"], "no such file or folder"),
-        (["compile", "MODEL", "--target", "cpu-int9"], "cpu-int8"),
+        (["compile", "MODEL", "--target", "cpu-int9"], "has no scheme 'int9'; it has f32, bf16, int8, int4"),
         (["compile", "MODEL", "--target", "cpu-int8", "--num-layers", "0"], "at least 1"),
         (["compile", "MODEL", "--target", "cpu-int8", "--verify-each=abc"], "not a number"),
         (["compile", "MODEL", "--target", "cpu-int8", "--stop-after", "fuse-ropes"], "choose one of"),
