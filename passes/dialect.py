@@ -43,7 +43,7 @@ def embedding(weight: Tensor, token_ids: Tensor, scale: float, format: str = "f3
 
 
 @embedding.register_fake
-def _(weight: Tensor, token_ids: Tensor, scale: float, format: str = "f32") -> Tensor:
+def _(weight: Tensor, token_ids: Tensor, *_: object) -> Tensor:
     return weight.new_empty(*token_ids.shape, weight.shape[1])
 
 
@@ -58,7 +58,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float, pack: str = "
 
 
 @rms_norm.register_fake
-def _(x: Tensor, weight: Tensor, eps: float, offset: float, pack: str = "") -> Tensor:
+def _(x: Tensor, *_: object) -> Tensor:
     return torch.empty_like(x)
 
 
@@ -85,16 +85,7 @@ def add_rms_norm(
 
 
 @add_rms_norm.register_fake
-def _(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    offset: float,
-    post_weight: Tensor | None = None,
-    post_eps: float = 0.0,
-    pack: str = "",
-) -> tuple[Tensor, Tensor]:
+def _(x: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x), torch.empty_like(x)
 
 
@@ -105,7 +96,7 @@ def pack_rows(x: Tensor, format: str) -> Tensor:
 
 
 @pack_rows.register_fake
-def _(x: Tensor, format: str) -> Tensor:
+def _(x: Tensor, *_: object) -> Tensor:
     return torch.empty_like(x)
 
 
@@ -116,7 +107,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, format: str = 
 
 
 @linear.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor | None = None, format: str = "f32") -> Tensor:
+def _(x: Tensor, weight: Tensor, *_: object) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
@@ -127,7 +118,7 @@ def glu(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 
 
 @glu.register_fake
-def _(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+def _(gate: Tensor, *_: object) -> Tensor:
     return torch.empty_like(gate)
 
 
@@ -139,7 +130,7 @@ def linear_glu(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, 
 
 
 @linear_glu.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, format: str = "f32") -> Tensor:
+def _(x: Tensor, weight: Tensor, *_: object) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0] // 2)
 
 
@@ -158,7 +149,7 @@ def rope(x: Tensor, positions: Tensor, inv_freq: Tensor, scaling: float) -> Tens
 
 
 @rope.register_fake
-def _(x: Tensor, positions: Tensor, inv_freq: Tensor, scaling: float) -> Tensor:
+def _(x: Tensor, *_: object) -> Tensor:
     return x.new_empty(x.shape)
 
 
@@ -176,7 +167,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softca
 
 
 @attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: float, layer: int) -> Tensor:
+def _(q: Tensor, *_: object) -> Tensor:
     return q.new_empty(q.shape[0], q.shape[2], q.shape[1], q.shape[3])
 
 
@@ -229,21 +220,7 @@ def paged_attention(
 
 
 @paged_attention.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    kv_pool: Tensor,
-    positions: Tensor,
-    query_start: Tensor,
-    context_len: Tensor,
-    block_table: Tensor,
-    scale: float,
-    window: int,
-    softcap: float,
-    layer: int,
-    split_kv: bool = False,
-) -> Tensor:
+def _(q: Tensor, *_: object) -> Tensor:
     return q.new_empty(q.shape[0], q.shape[1], q.shape[2] * q.shape[3])
 
 
@@ -285,27 +262,8 @@ def rope_paged_attention(
 
 
 @rope_paged_attention.register_fake
-def _(
-    qkv: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    norm_eps: float,
-    norm_offset: float,
-    inv_freq: Tensor,
-    rope_scaling: float,
-    kv_pool: Tensor,
-    positions: Tensor,
-    query_start: Tensor,
-    context_len: Tensor,
-    block_table: Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    scale: float,
-    window: int,
-    softcap: float,
-    layer: int,
-    split_kv: bool = False,
-) -> Tensor:
+def _(qkv: Tensor, *rest: object) -> Tensor:
+    num_heads, num_kv_heads = cast("tuple[int, int]", rest[11:13])
     return qkv.new_empty(*qkv.shape[:2], qkv.shape[2] // (num_heads + 2 * num_kv_heads) * num_heads)
 
 

@@ -57,6 +57,12 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("LLMC_NUM_THREADS", "1")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Slow files first, so that no worker is left with one of them at the end."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """A test with an `architecture` argument runs for each of them."""
     if "architecture" in metafunc.fixturenames:
