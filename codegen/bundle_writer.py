@@ -23,6 +23,15 @@ MIN_RUNTIME = "0.1.0"
 _PAGE = 4096
 
 
+def check_output(output: Path) -> None:
+    """Raises `UsageError` where a bundle could not be written to `output`."""
+    if output.exists() and not (output / MANIFEST_NAME).is_file():
+        raise UsageError(f"{output}: exists and is not a bundle (no {MANIFEST_NAME}); choose another output or remove it")
+    folder = next(path for path in output.absolute().parents if path.exists())
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise UsageError(f"{output}: {folder} is not a folder that can be written to; choose another output")
+
+
 class BundleWriter:
     """A folder that becomes the bundle on `finish`; leaving the `with` block without it removes everything.
 
@@ -31,8 +40,7 @@ class BundleWriter:
 
     def __init__(self, output: Path) -> None:
         self.output = output
-        if output.exists() and not (output / MANIFEST_NAME).is_file():
-            raise UsageError(f"{output}: exists and is not a bundle (no {MANIFEST_NAME}); choose another output or remove it")
+        check_output(output)
         output.parent.mkdir(parents=True, exist_ok=True)
         self._remove_abandoned()
         self.root = Path(tempfile.mkdtemp(prefix=f"{self._prefix}{os.getpid()}-", dir=output.parent))

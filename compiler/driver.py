@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from torch import fx
 
-from ..codegen.bundle_writer import BundleWriter, write_safetensors
+from ..codegen.bundle_writer import BundleWriter, check_output, write_safetensors
 from ..codegen.cpu.formats import MatrixFormat
 from ..codegen.cpu.packing import Array, operand_row_bytes
 from ..codegen.cpu.program import CpuProgram, lower
@@ -74,6 +74,10 @@ class _Compile:
         with self._stage("open"):
             checkpoint = self._open()
             store = WeightStore(checkpoint)
+            output = self.options.output or Path(f"{Path(checkpoint.name).name}.llmc")
+            if self._writes:  # what would fail at the end fails now
+                check_output(output)
+                find_compiler()
         with self._stage("trace"):
             module = trace(checkpoint.config)
             store.check(WeightTable.of(module))
@@ -92,9 +96,13 @@ class _Compile:
             program = self._lower(module, checkpoint)
             source = program.source()
             report.describe_program(program, module)
-        if not self.options.dry_run:
-            self._write(module, program, source, store, report)
+        if self._writes:
+            self._write(output, module, program, source, store, report)
         return report
+
+    @property
+    def _writes(self) -> bool:
+        return not self.options.dry_run and self.options.stop_after is None
 
     def _open(self) -> Checkpoint:
         options = self.options
@@ -139,10 +147,15 @@ class _Compile:
         )
 
     def _write(
-        self, module: fx.GraphModule, program: CpuProgram, source: str, store: WeightStore, report: CompileReport
+        self,
+        output: Path,
+        module: fx.GraphModule,
+        program: CpuProgram,
+        source: str,
+        store: WeightStore,
+        report: CompileReport,
     ) -> None:
         checkpoint, target = store.checkpoint, self.target.name
-        output = self.options.output or Path(f"{Path(checkpoint.name).name}.llmc")
         compiler = find_compiler()
         with BundleWriter(output) as bundle:
             if not compiler.openmp:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,13 +34,6 @@ class WeightStore:
         """The stacked weight in float32."""
         parts = [self.checkpoint.tensor(self._stored(source)) for source in weight.sources]
         return (parts[0] if len(parts) == 1 else torch.cat([p.to(torch.float32) for p in parts])).to(torch.float32)
-
-    def read_rows(self, weight: Weight, rows: int) -> Iterator[np.ndarray]:
-        """The stacked weight in float32 pieces of at most `rows` rows, so that a large table is never held twice."""
-        for source in weight.sources:
-            tensor = self.checkpoint.tensor(self._stored(source))
-            for piece in torch.split(tensor, rows):
-                yield piece.to(torch.float32).numpy()
 
     def decoded(self, weight: Weight) -> Tensor:
         """The weight as it comes back from its stored format, in float32."""
