@@ -15,39 +15,13 @@ from ...errors import BundleError, UsageError
 from ..bundle import Bundle
 from ..memory import allocate, available_cpus
 from ..program import CPU_LEVELS, MAX_THREADS, check_abi
+from .abi import Model, StepArgs
 from .base import Float32, Int32, StepBatch
 
 logger = logging.getLogger("llmc.runtime")
 
 _STEP_ERRORS = {1: "too many tokens", 2: "bad phase", 3: "a token id out of range"}
 _self_tests: dict[tuple[str, int, int], int] = {}  # (path, mtime, size) -> outcome; a process tests a library once
-
-
-class _Model(ctypes.Structure):
-    _fields_ = (
-        ("weights", ctypes.c_void_p),
-        ("arena", ctypes.c_void_p),
-        ("kv_pool", ctypes.c_void_p),
-        ("max_tokens", ctypes.c_int32),
-        ("num_threads", ctypes.c_int32),
-    )
-
-
-class _StepArgs(ctypes.Structure):
-    _fields_ = (
-        ("phase", ctypes.c_int32),
-        ("num_tokens", ctypes.c_int32),
-        ("num_seqs", ctypes.c_int32),
-        ("max_blocks", ctypes.c_int32),
-        ("num_logit_rows", ctypes.c_int32),
-        ("token_ids", ctypes.c_void_p),
-        ("positions", ctypes.c_void_p),
-        ("query_start", ctypes.c_void_p),
-        ("context_len", ctypes.c_void_p),
-        ("block_table", ctypes.c_void_p),
-        ("logit_rows", ctypes.c_void_p),
-        ("logits", ctypes.c_void_p),
-    )
 
 
 class CpuExecutor:
@@ -69,7 +43,7 @@ class CpuExecutor:
         self._decode = self._prefill if decode is None else decode
         self._arena = allocate(program.arena_bytes, "arena")
         self._kv_pool = allocate(num_kv_blocks * program.kv_cache.bytes_per_block, "KV pool")
-        self._model = _Model(
+        self._model = Model(
             arena=_address(self._arena),
             kv_pool=_address(self._kv_pool),
             max_tokens=program.max_tokens,
@@ -94,7 +68,7 @@ class CpuExecutor:
         num_tokens, num_seqs, num_rows = len(batch.token_ids), len(batch.context_len), len(batch.logit_rows)
         if num_rows > len(self._logits):
             self._logits = np.empty((num_rows, self._vocab_size), np.float32)
-        args = _StepArgs(
+        args = StepArgs(
             phase=self._decode if num_tokens == num_seqs else self._prefill,
             num_tokens=num_tokens,
             num_seqs=num_seqs,
@@ -134,7 +108,7 @@ class CpuExecutor:
 
     def close(self) -> None:
         """Free the memory. No other method may be called after it."""
-        self._model = _Model()
+        self._model = Model()
         self._weights = None
         self._arena.close()
         self._kv_pool.close()
@@ -177,7 +151,7 @@ def _open(bundle: Bundle, level: str) -> ctypes.CDLL:
         library.llmc_cpu_level.argtypes = ()
         library.llmc_self_test.argtypes = ()
         library.llmc_guarded_call.argtypes = (ctypes.c_void_p,)
-        library.llmc_step.argtypes = (ctypes.POINTER(_Model), ctypes.POINTER(_StepArgs))
+        library.llmc_step.argtypes = (ctypes.POINTER(Model), ctypes.POINTER(StepArgs))
         library.llmc_sample.argtypes = (
             ctypes.c_void_p,
             ctypes.c_int32,

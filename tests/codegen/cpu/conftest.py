@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from llmc.codegen.cpu import packing, toolchain
 from llmc.errors import ToolchainError
+from llmc.runtime.executor.abi import Model, StepArgs
 
 SOURCE = Path(__file__).parent / "kernels_under_test.cpp"
 FORMATS = {"f32": 0, "bf16": 1, "i8": 2, "i8g": 3, "i4": 4}
@@ -22,33 +23,6 @@ EPILOGUES = {"none": 0, "glu_silu": 1, "glu_gelu_tanh": 2, "glu_gelu": 3}
 GUARD = 24
 POISON = np.float32(np.nan)
 Array = np.ndarray[Any, np.dtype[Any]]
-
-
-class Model(ctypes.Structure):
-    _fields_ = (
-        ("weights", ctypes.c_void_p),
-        ("arena", ctypes.c_void_p),
-        ("kv_pool", ctypes.c_void_p),
-        ("max_tokens", ctypes.c_int32),
-        ("num_threads", ctypes.c_int32),
-    )
-
-
-class StepArgs(ctypes.Structure):
-    _fields_ = (
-        ("phase", ctypes.c_int32),
-        ("num_tokens", ctypes.c_int32),
-        ("num_seqs", ctypes.c_int32),
-        ("max_blocks", ctypes.c_int32),
-        ("num_logit_rows", ctypes.c_int32),
-        ("token_ids", ctypes.c_void_p),
-        ("positions", ctypes.c_void_p),
-        ("query_start", ctypes.c_void_p),
-        ("context_len", ctypes.c_void_p),
-        ("block_table", ctypes.c_void_p),
-        ("logit_rows", ctypes.c_void_p),
-        ("logits", ctypes.c_void_p),
-    )
 
 
 class Sampling(ctypes.Structure):
