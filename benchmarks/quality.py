@@ -23,7 +23,7 @@ from texts import TOKENS, passages
 from transformers import AutoModelForCausalLM
 
 Logits = np.ndarray
-SCHEMES = ("f32", "bf16", "int8", "int4-g32", "int4-g64")
+SCHEMES = ("bf16", "int8", "int8-g32", "int8-channel", "int4")
 GGUF_TYPES = {"Q8_0": 7, "Q6_K": 18, "Q5_K_M": 17, "Q4_K_M": 15, "Q4_0": 2}
 
 
