@@ -12,7 +12,7 @@ constexpr int64_t kShare = 1 << 17;  // words of a stream before the next place 
 
 // The sum of `count` words, a multiple of kStreams * kShare.
 extern "C" __attribute__((visibility("default"))) uint64_t read_all(const uint64_t* data, int64_t count, int threads) {
-  uint64_t total = 0;
+  uint64_t total[kLine] = {};
 #pragma omp parallel for num_threads(threads) reduction(+ : total) schedule(static)
   for (int64_t share = 0; share < count / (kStreams * kShare); ++share) {
     const uint64_t* start = data + share * kStreams * kShare;
@@ -20,8 +20,8 @@ extern "C" __attribute__((visibility("default"))) uint64_t read_all(const uint64
       for (int stream = 0; stream < kStreams; ++stream) {
         const uint64_t* p = start + stream * kShare + i;
         __builtin_prefetch(p + kAhead, 0, 2);
-        total += (p[0] ^ p[1]) + (p[2] ^ p[3]) + (p[4] ^ p[5]) + (p[6] ^ p[7]);
+        for (int word = 0; word < kLine; ++word) total[word] += p[word];
       }
   }
-  return total;
+  return total[0] + total[1] + total[2] + total[3] + total[4] + total[5] + total[6] + total[7];
 }

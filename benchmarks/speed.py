@@ -24,7 +24,7 @@ from pathlib import Path
 import llmc
 import numpy as np
 import torch
-from llmc.codegen.cpu.toolchain import compile_library
+from llmc.codegen.cpu.toolchain import compile_library, find_compiler
 from quality import load_reference
 from texts import ENGLISH
 
@@ -114,17 +114,30 @@ def hugging_face_contender(model: str) -> Contender:
     )
 
 
-def machine_floors(threads: int) -> tuple[float, float]:
-    """Bytes a second of reading 512 MB with `threads`, and bfloat16 operations a second of a large matrix product; best of five."""
-    big = np.ones(64 << 20, dtype=np.uint64)
-    with tempfile.TemporaryDirectory() as name:
-        library = compile_library(Path(__file__).parent / "read_probe.cpp", "portable", Path(name) / "probe.so")
-        probe = ctypes.CDLL(str(library)).read_all
-    arguments = (big.ctypes.data_as(ctypes.c_void_p), ctypes.c_int64(big.size), ctypes.c_int(threads))
-    bandwidth = max(big.nbytes / timed(lambda: probe(*arguments)) for _ in range(5))
-    a = torch.randn(2048, 2048).bfloat16()
-    rate = max(2 * 2048**3 / timed(lambda: a @ a) for _ in range(5))
-    return bandwidth, rate
+class Floors:
+    """What the machine can do: bytes a second of reading, bfloat16 operations a second of a matrix product; the best seen so far."""
+
+    def __init__(self, threads: int) -> None:
+        with tempfile.TemporaryDirectory() as name:
+            compiler = find_compiler()
+            level = "avx2" if "avx2" in compiler.levels and torch.cpu._is_avx2_supported() else "portable"
+            library = compile_library(
+                Path(__file__).parent / "read_probe.cpp", level, Path(name) / "probe.so", compiler=compiler
+            )
+            self._read = ctypes.CDLL(str(library)).read_all
+        self._words = np.ones(64 << 20, dtype=np.uint64)
+        self._threads = threads
+        self._matrix = torch.randn(2048, 2048).bfloat16()
+        self.bandwidth = self.rate = 0.0
+        for _ in range(5):
+            self.measure()
+
+    def measure(self) -> None:
+        """Once more; called in every round, as the machine is not equally free all the time."""
+        words = self._words.ctypes.data_as(ctypes.c_void_p)
+        seconds = timed(lambda: self._read(words, ctypes.c_int64(self._words.size), ctypes.c_int(self._threads)))
+        self.bandwidth = max(self.bandwidth, self._words.nbytes / seconds)
+        self.rate = max(self.rate, 2 * len(self._matrix) ** 3 / timed(lambda: self._matrix @ self._matrix))
 
 
 _START = """
@@ -158,7 +171,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    bandwidth, rate = machine_floors(arguments.threads)
+    floors = Floors(arguments.threads)
     with tempfile.TemporaryDirectory() as name:
         contenders, startups, embedding = [], {}, 0
         for scheme in arguments.schemes.split(","):
@@ -182,24 +195,24 @@ def main() -> None:
         embedding = config["vocab_size"] * config["hidden_size"]
         ids = (text * (1 + arguments.prompt // len(text)))[: arguments.prompt]
         for round_number in range(arguments.rounds + 1):
+            floors.measure()
             for contender in contenders:
                 prefill = arguments.prompt / contender.prefill(ids)
                 decode = arguments.generate / contender.decode(ids[:16], arguments.generate)
                 if round_number:  # the first warms caches up
                     contender.prefill_rates.append(prefill)
                     contender.decode_rates.append(decode)
-    _print(contenders, startups, bandwidth, rate, report.num_parameters - embedding, arguments)
+    _print(contenders, startups, floors, report.num_parameters - embedding, arguments)
 
 
 def _print(
     contenders: list[Contender],
     startups: dict[str, tuple[float, int, int]],
-    bandwidth: float,
-    rate: float,
+    floors: Floors,
     layer_parameters: int,
     arguments: argparse.Namespace,
 ) -> None:
-    control = contenders[-1]
+    control, bandwidth, rate = contenders[-1], floors.bandwidth, floors.rate
     print(f"{arguments.threads} threads; reads {bandwidth / 1e9:.1f} GB/s; bfloat16 products {rate / 1e12:.2f} TFLOP/s")
     print(f"prompt {arguments.prompt} tokens, {arguments.generate} generated; medians of {arguments.rounds} interleaved rounds")
     print(
