@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import shutil
@@ -12,7 +13,8 @@ from types import TracebackType
 
 import numpy as np
 
-from ..errors import UsageError
+from ..errors import BundleError, UsageError
+from ..runtime.bundle import read_manifest
 from ..runtime.integrity import hash_file
 from ..runtime.manifest import MANIFEST_NAME, SCHEMA_VERSION, Manifest, ModelFacts, TargetEntry, encode_manifest
 from ..runtime.program import WeightSpec
@@ -21,12 +23,20 @@ from .cpu.weight_layout import spec_bytes
 
 MIN_RUNTIME = "0.1.0"
 _PAGE = 4096
+_OLD = "-old"
 
 
 def check_output(output: Path) -> None:
-    """Raises `UsageError` where a bundle could not be written to `output`."""
-    if output.exists() and not (output / MANIFEST_NAME).is_file():
-        raise UsageError(f"{output}: exists and is not a bundle (no {MANIFEST_NAME}); choose another output or remove it")
+    """Raises `UsageError` where a bundle cannot be written to `output`, or would replace more than a bundle."""
+    if os.path.lexists(output):
+        try:
+            manifest = read_manifest(output)
+        except BundleError as error:
+            raise UsageError(f"{output}: exists and is not a bundle ({error}); choose another output or remove it") from None
+        found = {path.relative_to(output).as_posix() for path in output.rglob("*") if not path.is_dir()}
+        foreign = sorted(found - set(manifest.files) - {MANIFEST_NAME})
+        if foreign:
+            raise UsageError(f"{output}: holds {foreign[0]!r}, which is not part of the bundle there; move it away first")
     folder = next(path for path in output.absolute().parents if path.exists())
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise UsageError(f"{output}: {folder} is not a folder that can be written to; choose another output")
@@ -39,11 +49,11 @@ class BundleWriter:
     """
 
     def __init__(self, output: Path) -> None:
-        self.output = output
         check_output(output)
-        output.parent.mkdir(parents=True, exist_ok=True)
+        self.output = output.resolve()  # through a link, the bundle it leads to is the one replaced
+        self.output.parent.mkdir(parents=True, exist_ok=True)
         self._remove_abandoned()
-        self.root = Path(tempfile.mkdtemp(prefix=f"{self._prefix}{os.getpid()}-", dir=output.parent))
+        self.root = Path(tempfile.mkdtemp(prefix=f"{self._prefix}{os.getpid()}-", dir=self.output.parent))
 
     @property
     def _prefix(self) -> str:
@@ -80,20 +90,49 @@ class BundleWriter:
         )
         (self.root / MANIFEST_NAME).write_bytes(encode_manifest(manifest))
         self.root.chmod(0o755)
-        if self.output.exists():
-            old = self.root.with_name(f"{self.root.name}-old")
-            self.output.rename(old)
-            self.root.rename(self.output)
-            shutil.rmtree(old, ignore_errors=True)
-        else:
-            self.root.rename(self.output)
+        _replace(self.root, self.output)
 
     def _remove_abandoned(self) -> None:
-        """Remove what killed compiles left beside the output."""
-        for path in self.output.parent.glob(f"{self._prefix}*"):
+        """Put back the bundle that a compile killed between two renames took away; remove what else killed ones left."""
+        for path in sorted(
+            self.output.parent.glob(f"{self._prefix}*"), reverse=True
+        ):  # `-old` before the folder it is named after
             owner = path.name.removeprefix(self._prefix).split("-")[0]
-            if owner.isdigit() and not Path(f"/proc/{owner}").exists():
+            if not owner.isdigit() or Path(f"/proc/{owner}").exists():
+                continue
+            if path.name.endswith(_OLD) and not self.output.exists():
+                path.rename(self.output)
+            else:
                 shutil.rmtree(path, ignore_errors=True)
+
+
+def _replace(new: Path, output: Path) -> None:
+    """Put `new` at `output`, atomically where the system can exchange two names, else with the old one kept until it is done."""
+    if not output.exists():
+        new.rename(output)
+        return
+    old = new.with_name(f"{new.name}{_OLD}")
+    if _exchange(new, output):
+        new.rename(old)
+    else:
+        try:
+            output.rename(old)
+            new.rename(output)
+        except BaseException:
+            if old.exists() and not output.exists():
+                old.rename(output)
+            raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _exchange(a: Path, b: Path) -> bool:
+    """Swap two names in one step (Linux renameat2 with RENAME_EXCHANGE); False where that is not to be had."""
+    try:
+        renameat2 = ctypes.CDLL(None).renameat2
+    except (AttributeError, OSError):
+        return False
+    here, exchange = -100, 2
+    return bool(renameat2(here, os.fsencode(a), here, os.fsencode(b), exchange) == 0)
 
 
 def write_safetensors(path: Path, specs: list[WeightSpec], tensors: Iterable[tuple[WeightSpec, Array]]) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import fx
 
+from ..errors import UsageError
 from ..passes.base import Pass
 from ..passes.graph import EXAMPLE_ROWS, EXAMPLE_TOKENS, WeightTable, operator_name, phases
 from ..passes.manager import PassRecord
@@ -26,7 +27,7 @@ class DumpIr:
         self.records: list[PassRecord] = []
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
-            for old in (*folder.glob("[0-9][0-9][0-9]_*.txt"), *folder.glob("passes.json")):
+            for old in _earlier_dump(folder):
                 old.unlink()
 
     def before(self, step: Pass, module: fx.GraphModule) -> None:
@@ -46,6 +47,22 @@ class DumpIr:
         self.texts[name] = graph_text(module)
         if self.folder is not None:
             (self.folder / f"{name}.txt").write_text(self.texts[name])
+
+
+def _earlier_dump(folder: Path) -> list[Path]:
+    """The files of the dump that `folder` holds. Raises `UsageError` where it holds anything else: that is not ours to touch."""
+    found = {path.name: path for path in folder.iterdir()}
+    try:
+        entries = json.loads((folder / "passes.json").read_text())
+        names = {"passes.json", "000_traced.txt", *(f"{i:03}_{entry['name']}.txt" for i, entry in enumerate(entries, 1))}
+    except (OSError, ValueError, TypeError, KeyError):
+        names = set()
+    foreign = sorted(set(found) - names)
+    if foreign:
+        raise UsageError(
+            f"--dump-ir {folder}: holds {foreign[0]!r}, expected an empty folder or an earlier dump; choose another"
+        )
+    return list(found.values())
 
 
 def log(records: list[PassRecord]) -> list[dict[str, object]]:

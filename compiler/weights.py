@@ -33,6 +33,11 @@ class WeightStore:
     def read(self, weight: Weight) -> Tensor:
         """The stacked weight in float32."""
         parts = [self.checkpoint.tensor(self._stored(source)) for source in weight.sources]
+        for source, part in zip(weight.sources, parts, strict=True):
+            if not torch.isfinite(part).all():
+                raise CheckpointError(
+                    f"{self.checkpoint.path}: {source} holds NaN or infinite values, expected finite weights; the checkpoint is damaged"
+                )
         return (parts[0] if len(parts) == 1 else torch.cat([p.to(torch.float32) for p in parts])).to(torch.float32)
 
     def decoded(self, weight: Weight) -> Tensor:

@@ -111,11 +111,10 @@ class Bundle:
             self._weights = WeightFile(self._contents[name].result(), self.root / name)
         return self._weights.addresses(self.program.weights)
 
-    def library_path(self, level: str) -> Path:
-        """The checked shared library of an instruction-set level of program.json; raises BundleError."""
+    def library(self, level: str) -> tuple[Path, bytes]:
+        """Path and checked bytes of the shared library of an instruction-set level of program.json; raises BundleError."""
         name = self._library_name(self.program.libraries[level])
-        self._contents[name].result()
-        return self.paths[name]
+        return self.paths[name], self.read(name)
 
     def _load(self, name: str, *, keep: bool = True) -> bytes | mmap.mmap:
         try:

@@ -80,6 +80,8 @@ class Engine:
         """
         self._check_open()
         params = (params or SamplingParams()).resolve(self.default_params)
+        if params is not None and not isinstance(params, SamplingParams):
+            raise RequestError(f"params is {params!r:.80}; expected SamplingParams")
         prompt_ids = self.encoder.encode(prompt)
         room = self.context_length - len(prompt_ids)
         if room < 1:
@@ -214,6 +216,8 @@ class Engine:
             inbox = self._inboxes[request_id]
             while True:
                 while not inbox:
+                    if request_id not in self._requests:
+                        return  # aborted
                     self._advance()
                 chunk = inbox.popleft()
                 yield chunk

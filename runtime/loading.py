@@ -45,6 +45,8 @@ def load(
     ):
         if value is not None and (not isinstance(value, int) or value < 1):
             raise UsageError(f"{name}={value!r}: expected a whole number of at least 1")
+    if verify not in ("full", "sizes"):
+        raise UsageError(f"verify={verify!r}: expected 'full' or 'sizes'")
     # Hashing begins here, in threads; the interpreter is busy with the tokenizer meanwhile.
     bundle = Bundle.open(path, target=target, verify=verify, wait=False)
     program = bundle.program

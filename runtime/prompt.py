@@ -8,7 +8,7 @@ from typing import TypeAlias, cast
 import numpy as np
 
 from ..errors import RequestError
-from .chat import ChatTemplate, Message
+from .chat import MAX_CHARACTERS, ChatTemplate, Message
 from .tokenizer import Tokenizer
 
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Message]
@@ -18,7 +18,7 @@ def is_batch(prompt: Prompt | Sequence[Prompt]) -> bool:
     """Whether `prompt` is a list of prompts; a list of ids or of messages is one prompt."""
     if isinstance(prompt, str | bytes) or not isinstance(prompt, Sequence):
         return False
-    return len(prompt) > 0 and not isinstance(prompt[0], int | Mapping)
+    return len(prompt) > 0 and not isinstance(prompt[0], int | np.integer | Mapping)
 
 
 class PromptEncoder:
@@ -35,6 +35,8 @@ class PromptEncoder:
         Raises RequestError.
         """
         if isinstance(prompt, str):
+            if len(prompt) > MAX_CHARACTERS:
+                raise RequestError(f"the prompt has {len(prompt)} characters; at most {MAX_CHARACTERS} are tokenized")
             ids = self.tokenizer.encode(prompt)
         elif not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
             raise RequestError(f"prompt is {prompt!r:.80}; expected text, a list of token ids or a list of messages")

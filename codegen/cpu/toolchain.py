@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import logging
 import os
 import platform
 import shlex
@@ -22,6 +23,8 @@ from typing import Final
 from ...errors import ToolchainError
 
 ABI_VERSION: Final = 1
+_DIGEST: Final = hashlib.sha256().digest_size
+logger = logging.getLogger("llmc.codegen")
 KERNELS: Final = Path(__file__).parent / "kernels"
 _EXPORTS: Final = KERNELS / "exports.cpp"
 
@@ -80,17 +83,20 @@ def find_compiler() -> Compiler:
         ToolchainError: none works; the text names what was tried and how to get one.
     """
     candidates: list[tuple[str, tuple[str, ...]]] = []
-    if os.environ.get("CXX"):
-        candidates.append(("$CXX", tuple(shlex.split(os.environ["CXX"]))))
+    if os.environ.get("CXX", "").strip():
+        candidates.append(("$CXX", _split_command(os.environ["CXX"])))
     candidates += [("g++", ("g++",)), ("clang++", ("clang++",))]
     if importlib.util.find_spec("ziglang"):
         candidates.append(("ziglang", (sys.executable, "-m", "ziglang", "c++")))
     tried = []
     for name, command in candidates:
-        if shutil.which(command[0]) is not None:
-            compiler = _probe(command)
+        program = shutil.which(command[0])
+        if program is not None:  # builds run in a folder of their own, so a relative $CXX must not stay relative
+            compiler = _probe((os.path.abspath(program) if os.sep in command[0] else command[0], *command[1:]))
             if compiler is not None:
                 return compiler
+        if name == "$CXX":
+            logger.warning("CXX=%r does not compile a C++17 shared library; trying others", os.environ["CXX"])
         tried.append(f"{name} ({shlex.join(command)})" if name == "$CXX" else name)
     if not any(name == "ziglang" for name, _ in candidates):
         tried.append("ziglang")
@@ -100,13 +106,20 @@ def find_compiler() -> Compiler:
     )
 
 
+def _split_command(text: str) -> tuple[str, ...]:
+    try:
+        return tuple(shlex.split(text))
+    except ValueError:  # an unclosed quote
+        return (text,)
+
+
 @lru_cache(maxsize=8)
 def _probe(command: tuple[str, ...]) -> Compiler | None:
     """Compiles a few lines; None if that fails."""
     source = "#include <vector>\nint main() { std::vector<int> v(1); return v[0]; }\n"
     try:
-        version = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=60)
-        machine = subprocess.run([*command, "-dumpmachine"], capture_output=True, text=True, timeout=60)
+        version = subprocess.run([*command, "--version"], capture_output=True, text=True, errors="replace", timeout=60)
+        machine = subprocess.run([*command, "-dumpmachine"], capture_output=True, text=True, errors="replace", timeout=60)
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "probe.cpp").write_text(source, encoding="utf-8")
 
@@ -153,6 +166,7 @@ def compile_library(
             f"level {level} cannot be built for {compiler.machine}; levels there: {', '.join(compiler.levels)}"
         )
     text = source.read_text(encoding="utf-8") if isinstance(source, Path) else source
+    output.parent.mkdir(parents=True, exist_ok=True)
     if cache is not None:
         data = _build(text, level, compiler, cache)
     else:
@@ -189,10 +203,7 @@ def _build(text: str, level: str, compiler: Compiler, cache: Path) -> bytes:
     exports = _cached(cache, _EXPORTS.read_text(encoding="utf-8"), "exports.o", ("-c", *flags), level, compiler, {})
     link = ("-shared", *(_LINK_FLAGS if "linux" in compiler.machine else ()))
     link += _STATIC_RUNTIME if compiler.static_runtime else ()
-    library = _cached(
-        cache, text, "program.so", (*flags, *link, "exports.o"), level, compiler, {"exports.o": exports}
-    )
-    return library.read_bytes()
+    return _cached(cache, text, "program.so", (*flags, *link, "exports.o"), level, compiler, {"exports.o": exports})
 
 
 def _cached(
@@ -202,22 +213,24 @@ def _cached(
     flags: tuple[str, ...],
     level: str,
     compiler: Compiler,
-    inputs: Mapping[str, Path],
-) -> Path:
-    """The result of one compiler call, made unless the cache has it."""
-    result = cache / f"{_cache_key(text, flags, compiler)}{Path(output).suffix}"
-    if result.exists():
-        return result
+    inputs: Mapping[str, bytes],
+) -> bytes:
+    """The result of one compiler call, made unless the cache has it whole: an entry is its SHA-256 and the bytes."""
+    entry = cache / _cache_key(text, flags, compiler)
+    if entry.exists():
+        stored = entry.read_bytes()
+        if hashlib.sha256(stored[_DIGEST:]).digest() == stored[:_DIGEST]:
+            return stored[_DIGEST:]
     # Fixed names inside a fresh folder, and its own path mapped away: nothing of this machine reaches the output.
     with tempfile.TemporaryDirectory(prefix="llmc-") as name:
         folder = Path(name)
         shutil.copytree(KERNELS, folder / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
         (folder / "source.cpp").write_text(text, encoding="utf-8")
-        for input_name, path in inputs.items():
-            shutil.copy(path, folder / input_name)
+        for input_name, data in inputs.items():
+            (folder / input_name).write_bytes(data)
         line = [*compiler.command, f"-ffile-prefix-map={folder}=.", "-Ikernels", "source.cpp", *flags, "-o", output]
         try:
-            done = subprocess.run(line, cwd=folder, capture_output=True, text=True)
+            done = subprocess.run(line, cwd=folder, capture_output=True, text=True, errors="replace")
         except OSError as error:
             raise ToolchainError(f"cannot run {shlex.join(compiler.command)}: {error.strerror}") from error
         if done.returncode != 0:
@@ -225,7 +238,9 @@ def _cached(
                 f"{shlex.join(compiler.command)} ({compiler.version}) refused the {level} program: "
                 f"{_first_error(done.stderr, done.returncode)}"
             )
-        _write_atomically((folder / output).read_bytes(), result)
+        result = (folder / output).read_bytes()
+    cache.mkdir(parents=True, exist_ok=True)
+    _write_atomically(hashlib.sha256(result).digest() + result, entry)
     return result
 
 
@@ -247,8 +262,8 @@ def _cache_key(text: str, flags: tuple[str, ...], compiler: Compiler) -> str:
 
 
 def _write_atomically(data: bytes, output: Path) -> None:
-    """A reader sees the whole file or none, whoever else writes it."""
-    output.parent.mkdir(parents=True, exist_ok=True)
+    """A reader sees the whole file or none, whoever else writes it. The folder must exist: one that an interrupted
+    compile has removed is not made again by a thread that was still at work."""
     handle, name = tempfile.mkstemp(dir=output.parent, prefix=f".{output.name}.")
     try:
         with os.fdopen(handle, "wb") as file:

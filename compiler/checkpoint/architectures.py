@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -93,7 +94,13 @@ def check_supported(config: PretrainedConfig) -> None:
             f"config: quantization_config says {method!r}; only unquantised safetensors and GGUF are supported: "
             "start from the original 16-bit checkpoint"
         )
+    _check_finite(config.to_dict(), "config")
     _check_sizes({field: getattr(config, field, None) for field in _SIZES})
+    window = getattr(config, "sliding_window", None)
+    if window is not None and window < 1:
+        raise CheckpointError(f"config: sliding_window is {window}, expected at least 1, or null for none")
+    if not config.rms_norm_eps >= 0:
+        raise CheckpointError(f"config: rms_norm_eps is {config.rms_norm_eps}, expected 0 or more")
     if config.num_attention_heads % config.num_key_value_heads:
         raise UnsupportedModelError(
             f"config: num_attention_heads={config.num_attention_heads} is not a multiple of "
@@ -118,6 +125,15 @@ def check_supported(config: PretrainedConfig) -> None:
         if layer_type not in ("full_attention", "sliding_attention"):
             raise _unsupported("layer_types", layer_type, ("full_attention", "sliding_attention"))
     _check_rope(config, architecture)
+
+
+def _check_finite(value: object, where: str) -> None:
+    """Refuse NaN and infinity anywhere in the config: no reader of JSON accepts them, and no model means them."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise CheckpointError(f"{where} is {value}, expected a finite number")
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        _check_finite(item, f"{where}.{key}")
 
 
 def _check_sizes(values: Mapping[str, object]) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
@@ -64,6 +66,7 @@ class LazyGroup(click.Group):
         arguments = list(sys.argv[1:] if args is None else args)
         extra["standalone_mode"] = False
         try:
+            signal.signal(signal.SIGTERM, _terminate)
             _start_logging()
             code = super().main(arguments, prog_name or "llmc", **extra)
             sys.stdout.flush()
@@ -72,6 +75,11 @@ class LazyGroup(click.Group):
         except KeyboardInterrupt:
             code = _report(click.Abort(), as_json="--json" in arguments)
         sys.exit(code if isinstance(code, int) else 0)
+
+
+def _terminate(number: int, frame: object) -> None:
+    """Unwind, so that temporary files go, and exit as a shell reports a signal."""
+    sys.exit(128 + number)
 
 
 def _start_logging() -> None:
@@ -96,15 +104,19 @@ def _report(error: Exception, *, as_json: bool) -> int:
         context = getattr(error, "ctx", None)
         if context is not None:
             text = f"{text.rstrip('.')}; see '{context.command_path} --help'"
+    elif isinstance(error, OSError) and error.strerror:
+        kind, code = "OSError", 2
+        text = f"{error.filename or 'input or output'}: {error.strerror.lower()}; choose another path or free some space"
     else:
         if os.environ.get("LLMC_LOG", "").lower() == "debug":
             import traceback
 
             traceback.print_exception(error)
         text = f"internal error: {kind}: {text}; run again with LLMC_LOG=debug and report the traceback"
-    if as_json:
-        output.print_json({"error": {"type": kind, "message": text, "exit_code": code}})
-    output.note(f"error: {text}")
+    with suppress(OSError):  # a full disk or closed stream may be what the error is about
+        output.note(f"error: {text}")
+        if as_json:
+            output.print_json({"error": {"type": kind, "message": text, "exit_code": code}})
     return code
 
 

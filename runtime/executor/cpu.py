@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import logging
 import os
 from pathlib import Path
@@ -21,7 +22,8 @@ from .base import Float32, Int32, StepBatch
 logger = logging.getLogger("llmc.runtime")
 
 _STEP_ERRORS = {1: "too many tokens", 2: "bad phase", 3: "a token id out of range"}
-_self_tests: dict[tuple[str, int, int], int] = {}  # (path, mtime, size) -> outcome; a process tests a library once
+_opened: dict[str, ctypes.CDLL] = {}  # by SHA-256 of the bytes; a library is never closed
+_self_tests: dict[int, int] = {}  # by handle -> outcome; a process tests a library once
 
 
 class CpuExecutor:
@@ -134,7 +136,7 @@ def open_best_library(bundle: Bundle, forced: str | None) -> tuple[ctypes.CDLL, 
     failures: list[str] = []
     for level in levels:
         library = portable if level == "portable" else _open(bundle, level)
-        outcome = _self_test(portable, library, bundle.library_path(level))
+        outcome = _self_test(portable, library)
         if outcome == 0:
             if failures:
                 logger.warning("using the %s kernels: %s", level, "; ".join(failures))
@@ -144,9 +146,9 @@ def open_best_library(bundle: Bundle, forced: str | None) -> tuple[ctypes.CDLL, 
 
 
 def _open(bundle: Bundle, level: str) -> ctypes.CDLL:
-    path = bundle.library_path(level)
+    path, data = bundle.library(level)
     try:
-        library = ctypes.CDLL(str(path), mode=os.RTLD_NOW | os.RTLD_LOCAL)
+        library = _load_library(path, data)
         library.llmc_abi_version.argtypes = ()
         library.llmc_cpu_level.argtypes = ()
         library.llmc_self_test.argtypes = ()
@@ -167,9 +169,28 @@ def _open(bundle: Bundle, level: str) -> ctypes.CDLL:
     return library
 
 
-def _self_test(portable: ctypes.CDLL, library: ctypes.CDLL, path: Path) -> int:
-    status = path.stat()
-    key = (str(path), status.st_mtime_ns, status.st_size)
-    if key not in _self_tests:
-        _self_tests[key] = portable.llmc_guarded_call(ctypes.cast(library.llmc_self_test, ctypes.c_void_p))
-    return _self_tests[key]
+def _load_library(path: Path, data: bytes) -> ctypes.CDLL:
+    """Load the very bytes that were checked, under a name of their own.
+
+    The loader returns what it already has for a name it knows, so a bundle that was compiled again at the same path would run
+    the old code on the new weights. Nothing can be swapped between check and load, either.
+    """
+    digest = hashlib.sha256(data).hexdigest()
+    if digest not in _opened:
+        mode = os.RTLD_NOW | os.RTLD_LOCAL
+        if not hasattr(os, "memfd_create"):  # not Linux
+            return ctypes.CDLL(str(path), mode=mode)
+        file = os.memfd_create(path.name)  # stays open: its number is the library's name
+        try:
+            os.write(file, data)
+            _opened[digest] = ctypes.CDLL(f"/proc/self/fd/{file}", mode=mode)
+        except OSError:
+            os.close(file)
+            raise
+    return _opened[digest]
+
+
+def _self_test(portable: ctypes.CDLL, library: ctypes.CDLL) -> int:
+    if library._handle not in _self_tests:
+        _self_tests[library._handle] = portable.llmc_guarded_call(ctypes.cast(library.llmc_self_test, ctypes.c_void_p))
+    return _self_tests[library._handle]

@@ -15,6 +15,7 @@ from typing import Any
 import llmc
 import pytest
 import torch
+from llmc.codegen import bundle_writer
 from llmc.errors import CheckpointError, UsageError, VerificationError
 from llmc.passes.fuse_rope import FuseRope
 
@@ -36,7 +37,7 @@ def test_the_same_inputs_give_the_same_bytes(
 
 
 def test_dumps_are_reproducible_and_only_where_the_graph_changed(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    for name in ("a", "b"):
+    for name in ("a", "b", "b"):  # a dump replaces an earlier one
         llmc.compile(tiny_checkpoint("phi3"), target="cpu-f32", dry_run=True, dump_ir=tmp_path / name)
     assert _files(tmp_path / "a") == _files(tmp_path / "b")
     log = json.loads((tmp_path / "a" / "passes.json").read_text())
@@ -100,6 +101,84 @@ def test_an_output_that_is_not_a_bundle_is_not_touched(tiny_checkpoint: Callable
     assert (tmp_path / "precious" / "notes.txt").read_text() == "mine"
 
 
+def test_a_folder_of_somebody_else_is_not_touched(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """A manifest.json does not make a bundle, and a bundle may have got company."""
+    extension = tmp_path / "extension"
+    extension.mkdir()
+    (extension / "manifest.json").write_text('{"name": "a browser extension"}')
+    out = tmp_path / "m.llmc"
+    llmc.compile(tiny_checkpoint("llama"), target="cpu-f32", cpu_levels=("native",), output=out)
+    (out / "notes.txt").write_text("mine")
+    for folder, message in ((extension, "exists and is not a bundle"), (out, r"holds 'notes\.txt', which is not part")):
+        before = _files(folder)
+        with pytest.raises(UsageError, match=message):
+            llmc.compile(tiny_checkpoint("llama"), target="cpu-f32", cpu_levels=("native",), output=folder)
+        assert _files(folder) == before
+        assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_replacing_a_bundle_never_loses_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool) -> None:
+    for name in ("old", "new"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "which").write_text(name)
+    honest = Path.rename
+
+    def rename(self: Path, target: Path) -> Path:
+        if self.name == "new":
+            raise KeyboardInterrupt
+        return honest(self, target)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    if not exchange:
+        monkeypatch.setattr(bundle_writer, "_exchange", lambda a, b: False)
+    with pytest.raises(KeyboardInterrupt):
+        bundle_writer._replace(tmp_path / "new", tmp_path / "old")
+    assert (tmp_path / "old" / "which").read_text() == ("new" if exchange else "old")
+
+
+def test_a_bundle_taken_away_by_a_killed_compile_comes_back(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    out = tmp_path / "m.llmc"
+    llmc.compile(tiny_checkpoint("llama"), target="cpu-f32", cpu_levels=("native",), output=out)
+    before = _files(out)
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    out.rename(tmp_path / f".m.llmc.partial-{dead.pid}-x-old")
+    (tmp_path / f".m.llmc.partial-{dead.pid}-x").mkdir()
+    with bundle_writer.BundleWriter(out):
+        assert _files(out) == before
+    assert [p.name for p in tmp_path.iterdir()] == ["m.llmc"]
+
+
+def test_a_bundle_compiled_again_at_the_same_path_runs_its_new_code(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    def logits(architecture: str, out: Path) -> Any:
+        llmc.compile(tiny_checkpoint(architecture), target="cpu-f32", cpu_levels=("native",), output=out)
+        with llmc.load(out) as engine:
+            return engine.logits([5, 6, 7, 8])
+
+    logits("llama", tmp_path / "same")
+    assert (logits("qwen3", tmp_path / "same") == logits("qwen3", tmp_path / "elsewhere")).all()
+
+
+def test_weights_that_are_not_numbers_are_refused(tiny_model: Callable[..., Any], tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[3, 4] = float("nan")
+    model.save_pretrained(tmp_path / "nan")
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.down_proj\.weight holds NaN"):
+        llmc.compile(tmp_path / "nan", target="cpu-int8", cpu_levels=("native",), output=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_dump_folder_with_other_files_is_not_touched(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    (tmp_path / "001_thesis.txt").write_text("mine")
+    with pytest.raises(UsageError, match=r"holds '001_thesis\.txt', expected an empty folder or an earlier dump"):
+        llmc.compile(tiny_checkpoint("llama"), target="cpu-f32", dry_run=True, dump_ir=tmp_path)
+    assert _files(tmp_path) == {"001_thesis.txt": b"mine"}
+
+
 def test_a_failure_in_the_middle_keeps_the_old_bundle(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,7 +196,10 @@ def test_a_failure_in_the_middle_keeps_the_old_bundle(
     assert [p.name for p in tmp_path.iterdir()] == ["m.llmc"]
 
 
-def test_a_kill_in_the_middle_leaves_no_bundle(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_a_kill_in_the_middle_leaves_no_bundle(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, number: signal.Signals
+) -> None:
     out = tmp_path / "killed.llmc"
     environment = os.environ | {"LLMC_CACHE": str(tmp_path / "cache")}  # nothing cached: the compiler runs for seconds
     command = [sys.executable, "-m", "llmc", "compile", str(tiny_checkpoint("llama")), "--target", "cpu-int8", "-o", str(out)]
@@ -125,9 +207,10 @@ def test_a_kill_in_the_middle_leaves_no_bundle(tiny_checkpoint: Callable[..., Pa
     while not (partial := list(tmp_path.glob(".killed.llmc.partial-*"))):
         assert process.poll() is None, "finished before it could be killed"
         time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
+    process.send_signal(number)
     process.wait()
     assert not out.exists()
+    assert partial[0].exists() == (number == signal.SIGKILL)  # the others clean up after themselves
     llmc.compile(tiny_checkpoint("llama"), target="cpu-int8", cpu_levels=("native",), output=out)
     assert out.is_dir()
     assert not partial[0].exists()  # the next compile cleans up

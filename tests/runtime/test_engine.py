@@ -146,6 +146,13 @@ def test_abort_frees_the_blocks(engine: Engine) -> None:
     assert engine.pool.num_free == engine.pool.num_blocks
 
 
+def test_aborting_a_streamed_request_ends_its_stream(engine: Engine) -> None:
+    stream = engine.stream([5] * 40, GREEDY)
+    engine.abort(next(stream).request_id)
+    assert list(stream) == []
+    assert not engine.has_unfinished
+
+
 def test_closing_a_stream_aborts_it(engine: Engine) -> None:
     stream = engine.stream([5] * 40, GREEDY)
     next(stream)

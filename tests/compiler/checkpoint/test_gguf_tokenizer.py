@@ -1,7 +1,5 @@
 """Tokenizers rebuilt from GGUF give the ids that the original and transformers give."""
 
-
-
 from __future__ import annotations
 
 import json
