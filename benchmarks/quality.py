@@ -9,6 +9,7 @@ the likeliest token is the same. Bytes are those of all weights.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import sys
 import tempfile
@@ -83,6 +84,8 @@ def llama_cpp_rows(gguf: Path, texts: list[list[int]], reference: list[Logits], 
     """llama.cpp's own quantisations of an f16 or f32 GGUF, and the file as it is."""
     import llama_cpp
 
+    silent = llama_cpp.llama_log_callback(lambda level, text, data: None)  # a line for every tensor it quantises otherwise
+    llama_cpp.llama_log_set(silent, ctypes.c_void_p(0))
     rows = []
     for name, kind in {"as packaged": None, **GGUF_TYPES}.items():
         path = gguf
