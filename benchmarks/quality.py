@@ -87,7 +87,7 @@ def llama_cpp_rows(gguf: Path, texts: list[list[int]], reference: list[Logits], 
     silent = llama_cpp.llama_log_callback(lambda level, text, data: None)  # a line for every tensor it quantises otherwise
     llama_cpp.llama_log_set(silent, ctypes.c_void_p(0))
     rows = []
-    for name, kind in {"as packaged": None, **GGUF_TYPES}.items():
+    for name, kind in {"as given": None, **GGUF_TYPES}.items():
         path = gguf
         if kind is not None:
             path = folder / f"{name}.gguf"
