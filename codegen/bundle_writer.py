@@ -18,8 +18,8 @@ from ..runtime.bundle import read_manifest
 from ..runtime.integrity import hash_file
 from ..runtime.manifest import MANIFEST_NAME, SCHEMA_VERSION, Manifest, ModelFacts, TargetEntry, encode_manifest
 from ..runtime.program import WeightSpec
+from ..runtime.weights import tensor_bytes
 from .cpu.packing import Array
-from .cpu.weight_layout import spec_bytes
 
 MIN_RUNTIME = "0.1.0"
 _PAGE = 4096
@@ -143,7 +143,7 @@ def write_safetensors(path: Path, specs: list[WeightSpec], tensors: Iterable[tup
     header: dict[str, object] = {}
     end = 0
     for spec in specs:
-        start, end = end, end + spec_bytes(spec)
+        start, end = end, end + tensor_bytes(spec.dtype, spec.shape)
         header[spec.name] = {"dtype": spec.dtype, "shape": spec.shape, "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % _PAGE)
@@ -153,6 +153,8 @@ def write_safetensors(path: Path, specs: list[WeightSpec], tensors: Iterable[tup
         file.write(text)
         for spec, tensor in tensors:
             data = np.ascontiguousarray(tensor)
-            if data.nbytes != spec_bytes(spec):
-                raise AssertionError(f"{spec.name}: packed {data.nbytes} bytes, its shape {spec.shape} says {spec_bytes(spec)}")
+            if data.nbytes != tensor_bytes(spec.dtype, spec.shape):
+                raise AssertionError(
+                    f"{spec.name}: packed {data.nbytes} bytes, its shape {spec.shape} says {tensor_bytes(spec.dtype, spec.shape)}"
+                )
             data.tofile(file)

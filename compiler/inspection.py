@@ -16,7 +16,7 @@ from ..runtime.bundle import read_manifest
 from ..runtime.integrity import locate
 from ..runtime.manifest import MANIFEST_NAME
 from ..runtime.program import Program, decode_program
-from ..runtime.weights import ITEM_BYTES
+from ..runtime.weights import tensor_bytes
 
 Entry: TypeAlias = "dict[str, Any]"
 
@@ -119,10 +119,7 @@ def _open_bundle(path: Path) -> Inspection:
         programs[entry.name] = decode_program(program_path.read_bytes(), str(program_path))
         for spec in programs[entry.name].weights:
             count, size = weights.get(spec.dtype, (0, 0))
-            elements = 1
-            for dimension in spec.shape:
-                elements *= dimension
-            weights[spec.dtype] = (count + 1, size + elements * ITEM_BYTES[spec.dtype])
+            weights[spec.dtype] = (count + 1, size + tensor_bytes(spec.dtype, spec.shape))
     model = manifest.model
     facts = {
         "model": f"{model.name} ({model.architecture}, {model.num_parameters / 1e6:.1f} M parameters)",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import mmap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,11 @@ ITEM_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
     "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8,
 }  # fmt: skip
+
+
+def tensor_bytes(dtype: str, shape: Sequence[int]) -> int:
+    """Size of a tensor; `dtype` is one of `ITEM_BYTES`."""
+    return math.prod(shape) * ITEM_BYTES[dtype]
 
 
 class TensorEntry(msgspec.Struct, frozen=True):
@@ -88,7 +94,7 @@ def _parse_header(data: bytes | mmap.mmap, where: Path) -> tuple[int, dict[str, 
     for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
         if entry.dtype not in ITEM_BYTES:
             raise BundleError(f"{where}: weight {name!r} has dtype {entry.dtype!r}; known are {', '.join(ITEM_BYTES)}")
-        size = math.prod(entry.shape) * ITEM_BYTES[entry.dtype]
+        size = tensor_bytes(entry.dtype, entry.shape)
         start, stop = entry.data_offsets
         if any(dimension < 0 for dimension in entry.shape) or start != end or stop - start != size:
             raise BundleError(

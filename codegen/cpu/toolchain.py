@@ -21,8 +21,8 @@ from types import MappingProxyType
 from typing import Final
 
 from ...errors import ToolchainError
+from ...runtime.program import ABI_VERSION
 
-ABI_VERSION: Final = 1
 _DIGEST: Final = hashlib.sha256().digest_size
 logger = logging.getLogger("llmc.codegen")
 KERNELS: Final = Path(__file__).parent / "kernels"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from math import prod
 
 import numpy as np
 
 from ...runtime.program import WeightSpec
+from ...runtime.weights import tensor_bytes
 from . import packing
 from .formats import MatrixFormat
 from .packing import Array
@@ -45,7 +45,7 @@ class StoredWeight:
 
     def num_bytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(spec_bytes(spec) for spec in self.specs())
+        return sum(tensor_bytes(spec.dtype, spec.shape) for spec in self.specs())
 
     def tensors(self, value: Array) -> list[Array]:
         """The packed tensors of a float32 `value` of `shape`, matching `specs()`."""
@@ -69,14 +69,6 @@ def _pad_blocks(tensor: Array, blocks: int) -> Array:
     """Zeros after the last block."""
     missing = blocks - tensor.shape[0]
     return np.pad(tensor, [(0, missing), *[(0, 0)] * (tensor.ndim - 1)]) if missing else tensor
-
-
-_ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "U8": 1}
-
-
-def spec_bytes(spec: WeightSpec) -> int:
-    """Size of a tensor in the weights file."""
-    return prod(spec.shape) * _ITEM_BYTES[spec.dtype]
 
 
 def packed(weights: list[StoredWeight], read: Callable[[str], Array]) -> Iterator[tuple[WeightSpec, Array]]:
