@@ -135,7 +135,7 @@ def main() -> None:
         rows = []
         for scheme, report in bundles.items():
             with llmc.load(report.output) as engine:
-                rows.append(measure(f"llmc {scheme}", sum(report.weight_bytes.values()), engine.logits, texts, reference))
+                rows.append(measure(f"llmc {scheme}", sum(report.weight_files.values()), engine.logits, texts, reference))
         del reference_model
         rows.append(hugging_face_row(arguments.model, texts, reference))
         gguf = arguments.gguf or (Path(arguments.model) if arguments.model.endswith(".gguf") else None)

@@ -179,7 +179,7 @@ def main() -> None:
             report = llmc.compile(
                 arguments.model, target="cpu-int8", quantization=scheme, cpu_levels=("native",), output=bundle
             )
-            weight_bytes = sum(report.weight_bytes.values())
+            weight_bytes = sum(report.weight_files.values())
             contenders.append(llmc_contender(f"llmc {scheme}", bundle, weight_bytes, arguments.threads))
             startups[scheme] = (*min(start_up(bundle, arguments.threads) for _ in range(3)), weight_bytes)
         contenders.append(hugging_face_contender(arguments.model))

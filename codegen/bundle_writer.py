@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 
@@ -19,7 +19,7 @@ from ..runtime.integrity import hash_file
 from ..runtime.manifest import MANIFEST_NAME, SCHEMA_VERSION, Manifest, ModelFacts, TargetEntry, encode_manifest
 from ..runtime.program import WeightSpec
 from ..runtime.weights import tensor_bytes
-from .cpu.packing import Array
+from .quantizers import Array
 
 MIN_RUNTIME = "0.1.0"
 _PAGE = 4096
@@ -135,26 +135,44 @@ def _exchange(a: Path, b: Path) -> bool:
     return bool(renameat2(here, os.fsencode(a), here, os.fsencode(b), exchange) == 0)
 
 
-def write_safetensors(path: Path, specs: list[WeightSpec], tensors: Iterable[tuple[WeightSpec, Array]]) -> None:
-    """Stream tensors to a safetensors file in the order of `specs`; only one is in memory at a time.
+class SafetensorsWriter:
+    """Streams tensors to a safetensors file: the header first, then each tensor at its place, in any order.
 
     The header is padded with spaces to a multiple of 4096 bytes, so the data starts on a page.
     """
-    header: dict[str, object] = {}
-    end = 0
-    for spec in specs:
-        start, end = end, end + tensor_bytes(spec.dtype, spec.shape)
-        header[spec.name] = {"dtype": spec.dtype, "shape": spec.shape, "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(len(text) + 8) % _PAGE)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little"))
-        file.write(text)
-        for spec, tensor in tensors:
-            data = np.ascontiguousarray(tensor)
-            if data.nbytes != tensor_bytes(spec.dtype, spec.shape):
-                raise AssertionError(
-                    f"{spec.name}: packed {data.nbytes} bytes, its shape {spec.shape} says {tensor_bytes(spec.dtype, spec.shape)}"
-                )
-            data.tofile(file)
+
+    def __init__(self, path: Path, specs: list[WeightSpec]) -> None:
+        """Write the header for `specs`, whose data will lie in their order."""
+        header: dict[str, object] = {}
+        end = 0
+        for spec in specs:
+            start, end = end, end + tensor_bytes(spec.dtype, spec.shape)
+            header[spec.name] = {"dtype": spec.dtype, "shape": spec.shape, "data_offsets": [start, end]}
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-(len(text) + 8) % _PAGE)
+        starts = itertools.accumulate((tensor_bytes(spec.dtype, spec.shape) for spec in specs), initial=8 + len(text))
+        self._starts = {spec.name: start for spec, start in zip(specs, starts, strict=False)}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("wb")
+        self._file.write(len(text).to_bytes(8, "little"))
+        self._file.write(text)
+
+    def write(self, spec: WeightSpec, tensor: Array) -> None:
+        """Write one tensor."""
+        data = np.ascontiguousarray(tensor)
+        if data.nbytes != tensor_bytes(spec.dtype, spec.shape):
+            raise AssertionError(
+                f"{spec.name}: packed {data.nbytes} bytes, its shape {spec.shape} says {tensor_bytes(spec.dtype, spec.shape)}"
+            )
+        self._file.seek(self._starts.pop(spec.name))
+        data.tofile(self._file)
+
+    def __enter__(self) -> SafetensorsWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._file.close()
+        if kind is None and self._starts:
+            raise AssertionError(
+                f"{self._file.name}: {len(self._starts)} tensors were not written, first {next(iter(self._starts))}"
+            )

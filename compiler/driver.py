@@ -2,39 +2,31 @@
 
 from __future__ import annotations
 
-import ctypes
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 
-import numpy as np
 from torch import fx
 
-from ..codegen.bundle_writer import BundleWriter, check_output, write_safetensors
-from ..codegen.cpu.formats import MatrixFormat
-from ..codegen.cpu.packing import Array, operand_row_bytes
-from ..codegen.cpu.program import CpuProgram, lower
-from ..codegen.cpu.toolchain import Compiler, compile_levels, find_compiler
-from ..codegen.cpu.weight_layout import packed
-from ..environment import CACHE, DUMP_DIR
-from ..errors import ToolchainError, UsageError
-from ..passes.graph import WeightTable
+from ..codegen import Backend, LoweredProgram, ModelShape
+from ..codegen.bundle_writer import BundleWriter, check_output
+from ..environment import DUMP_DIR
+from ..errors import UsageError
+from ..passes.graph import WeightTable, copy_module
 from ..passes.manager import Instrument, PassManager
-from ..passes.pipelines import cpu_pipeline
 from ..runtime.manifest import TargetEntry
-from ..runtime.program import CPU_LEVELS, encode_program
-from ..targets import Target
 from .checkpoint import Checkpoint, open_checkpoint, open_config
 from .dump_ir import DumpIr
 from .model_files import model_facts, toolchain, truncate_layers, write_model_files
-from .options import NATIVE, CompileOptions
+from .options import CompileOptions
 from .progress import Progress, Silent
-from .report import CompileReport
+from .report import CompileReport, TargetReport
 from .trace import trace
 from .verify_passes import VerifyPasses
 from .weights import WeightStore
+from .write_weights import WeightPlan
 
 
 def compile_model(
@@ -42,6 +34,7 @@ def compile_model(
 ) -> CompileReport:
     """Compile `model` (HF folder, GGUF file or hub id) for `target` into the bundle `output`.
 
+    `target` may name several, separated by commas: the bundle then holds a program for each, and the weights that they share once.
     Further keyword options are the fields of `CompileOptions`: `quantization`, `kv_dtype`, `num_layers`, `verify_each`, ...
     Raises subclasses of `LlmcError`; on any error no bundle is left behind.
     """
@@ -67,37 +60,31 @@ class _Compile:
     def __init__(self, options: CompileOptions, progress: Progress) -> None:
         self.options = options
         self.progress = progress
-        self.target: Target = options.resolve_target()
+        self.backends = options.backends()
         self.seconds: dict[str, float] = {}
+        self.dumps: dict[str, DumpIr] = {}
 
     def run(self) -> CompileReport:
         with self._stage("open"):
             checkpoint = self._open()
-            store = WeightStore(checkpoint)
             output = self.options.output or Path(f"{Path(checkpoint.name).name}.llmc")
+            tools: dict[str, str] = {}
             if self._writes:  # what would fail at the end fails now
                 check_output(output)
-                find_compiler()
+                for backend in self.backends:
+                    tools |= backend.check()
         with self._stage("trace"):
             module = trace(checkpoint.config)
-            store.check(WeightTable.of(module))
+            WeightStore(checkpoint).check(WeightTable.of(module))
         report = CompileReport(
             model=checkpoint.name,
-            target=self.target.name,
             architecture=str(checkpoint.config.model_type),
             num_parameters=sum(w.num_elements for w in WeightTable.of(module).values()),
             stage_seconds=self.seconds,
         )
-        with self._stage("passes"):
-            self._run_passes(module, store, report)
-        if self.options.stop_after is not None:
-            return report
-        with self._stage("lower"):
-            program = self._lower(module, checkpoint)
-            source = program.source()
-            report.describe_program(program, module)
+        programs = {backend.target.name: self._program(backend, module, checkpoint, report) for backend in self.backends}
         if self._writes:
-            self._write(output, module, program, source, store, report)
+            self._write(output, {name: program for name, program in programs.items() if program}, checkpoint, tools, report)
         return report
 
     @property
@@ -117,114 +104,82 @@ class _Compile:
             truncate_layers(checkpoint, options.num_layers)
         return checkpoint
 
-    def _run_passes(self, module: fx.GraphModule, store: WeightStore, report: CompileReport) -> None:
-        options = self.options
-        self.ir = DumpIr(options.dump_ir or DUMP_DIR.get())
-        instruments: list[Instrument] = [self.ir]
+    def _program(
+        self, backend: Backend, traced: fx.GraphModule, checkpoint: Checkpoint, report: CompileReport
+    ) -> tuple[fx.GraphModule, LoweredProgram] | None:
+        """The passes and the lowering for one target; None if the compile stops before the lowering."""
+        name = backend.target.name
+        part = report.targets[name] = TargetReport()
+        module = copy_module(traced)
+        with self._stage("passes"):
+            self._run_passes(backend, module, checkpoint, part)
+        if self.options.stop_after is not None:
+            return None
+        with self._stage("lower"):
+            config = checkpoint.config
+            shape = ModelShape(
+                name=checkpoint.name, vocab_size=config.vocab_size, context_length=config.max_position_embeddings
+            )
+            program = backend.lower(module, shape)
+            part.describe_program(program, module)
+        return module, program
+
+    def _run_passes(self, backend: Backend, module: fx.GraphModule, checkpoint: Checkpoint, part: TargetReport) -> None:
+        options, name = self.options, backend.target.name
+        folder = options.dump_ir or DUMP_DIR.get()
+        if folder is not None and len(self.backends) > 1:
+            folder = folder / name
+        self.dumps[name] = DumpIr(folder)
+        instruments: list[Instrument] = [self.dumps[name]]
         verify = None
         if options.verify_each is not None:
-            verify = VerifyPasses(store, store.checkpoint.config.vocab_size, options.verify_each)
+            store = WeightStore(checkpoint, backend.decode_matrix)
+            verify = VerifyPasses(store, checkpoint.config.vocab_size, options.verify_each)
             instruments.append(verify)
-        pipeline = cpu_pipeline(
-            quantization=options.quantize_options(self.target),
-            max_tokens=options.max_tokens,
-            operand_row_bytes=_operand_row_bytes,
-        )
-        report.passes = PassManager(pipeline, instruments).run(module, options.stop_after)
+        part.passes = PassManager(backend.pipeline(), instruments).run(module, options.stop_after)
         if verify is not None:
-            report.verify_errors = verify.errors
-
-    def _lower(self, module: fx.GraphModule, checkpoint: Checkpoint) -> CpuProgram:
-        config = checkpoint.config
-        return lower(
-            module,
-            model=checkpoint.name,
-            target=self.target.name,
-            scheme=self.options.scheme(self.target),
-            vocab_size=config.vocab_size,
-            context_length=config.max_position_embeddings,
-            max_tokens=self.options.max_tokens,
-        )
+            part.verify_errors = verify.errors
 
     def _write(
         self,
         output: Path,
-        module: fx.GraphModule,
-        program: CpuProgram,
-        source: str,
-        store: WeightStore,
+        programs: dict[str, tuple[fx.GraphModule, LoweredProgram]],
+        checkpoint: Checkpoint,
+        tools: dict[str, str],
         report: CompileReport,
     ) -> None:
-        checkpoint, target = store.checkpoint, self.target.name
-        compiler = find_compiler()
+        for backend in self.backends:
+            report.notes += [note for note in backend.notes() if note not in report.notes]
         with BundleWriter(output) as bundle:
-            if not compiler.openmp:
-                report.notes.append(f"{compiler.version} has no OpenMP: the libraries run on one thread; install g++ for more")
             with self._stage("kernels"):
-                folder = bundle.folder(f"programs/{target}")
-                (folder / "program.cpp").write_text(source)
-                libraries = self._build(source, folder, compiler)
-                report.libraries = {level: path.stat().st_size for level, path in libraries.items()}
-                names = {level: path.name for level, path in libraries.items()}
-                (folder / "program.json").write_bytes(encode_program(program.describe(names, compiler.platform)))
+                for name, (_, program) in programs.items():
+                    report.targets[name].binaries = program.build(bundle.folder(f"programs/{name}"), self.progress.done)
             with self._stage("weights"):
-                weights = f"weights/{target}.safetensors"
-                specs = [spec for weight in program.weights for spec in weight.specs()]
-                tensors = self.progress.track(packed(program.weights, _reader(module, store)), len(specs))
-                write_safetensors(bundle.root / weights, specs, tensors)
+                plan = WeightPlan.make(programs)
+                for _ in self.progress.track(plan.write(bundle.root, WeightStore(checkpoint)), plan.num_tensors()):
+                    pass
+                report.weight_files = {name: (bundle.root / name).stat().st_size for name in plan.files}
             with self._stage("tokenizer"):
                 write_model_files(bundle.root, checkpoint)
             with self._stage("manifest"):
                 bundle.write_json("report/compile.json", report.reproducible())
-                for name, text in self.ir.texts.items():
-                    (bundle.folder("report/ir") / f"{name}.txt").write_text(text)
+                for target, dump in self.dumps.items():
+                    for name, text in dump.texts.items():
+                        (bundle.folder(f"report/ir/{target}") / f"{name}.txt").write_text(text)
                 bundle.finish(
                     model=model_facts(checkpoint, report),
-                    toolchain=toolchain(compiler.version),
-                    targets=[TargetEntry(name=target, program=f"programs/{target}/program.json", weights=weights)],
+                    toolchain=toolchain() | tools,
+                    targets=[
+                        TargetEntry(name=name, program=f"programs/{name}/program.json", weights=plan.by_target[name])
+                        for name in programs
+                    ],
                 )
         report.output = output
         report.bundle_bytes = sum(path.stat().st_size for path in output.rglob("*") if path.is_file())
-
-    def _build(self, source: str, folder: Path, compiler: Compiler) -> dict[str, Path]:
-        """The shared libraries; the portable one, which finds out what a machine has, is always among them."""
-        cache = CACHE.get()
-        wanted = self.options.cpu_levels
-        libraries = (
-            {} if wanted is None else compile_levels(source, folder, levels=["portable"], compiler=compiler, cache=cache)
-        )
-        if wanted is None:
-            wanted = compiler.levels
-        elif NATIVE in wanted:
-            wanted = (*wanted, CPU_LEVELS[ctypes.CDLL(str(libraries["portable"])).llmc_cpu_level()])
-        missing = [level for level in wanted if level not in compiler.levels and level != NATIVE]
-        if missing:
-            raise ToolchainError(
-                f"cpu level {missing[0]} cannot be built by {compiler.version} for {compiler.machine}; levels there: "
-                f"{', '.join(compiler.levels)}"
-            )
-        rest = [level for level in compiler.levels if level in wanted and level not in libraries]
-        return libraries | compile_levels(source, folder, levels=rest, compiler=compiler, cache=cache)
 
     @contextmanager
     def _stage(self, name: str) -> Iterator[None]:
         self.progress.stage(name)
         start = time.perf_counter()
         yield
-        self.seconds[name] = time.perf_counter() - start
-
-
-def _operand_row_bytes(text: str, width: int) -> int:
-    format = MatrixFormat.parse(text)
-    return operand_row_bytes(format.kind, width, format.group)
-
-
-def _reader(module: fx.GraphModule, store: WeightStore) -> Callable[[str], Array]:
-    """Reads a graph weight or constant in float32."""
-    table = WeightTable.of(module)
-
-    def read(name: str) -> Array:
-        value = table.constants[name] if name in table.constants else store.read(table[name])
-        return np.asarray(value.numpy(), dtype=np.float32)
-
-    return read
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start

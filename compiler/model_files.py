@@ -47,13 +47,12 @@ def model_facts(checkpoint: Checkpoint, report: CompileReport) -> ModelFacts:
     )
 
 
-def toolchain(compiler: str) -> dict[str, str]:
-    """Versions of everything whose change could change the bundle's bytes."""
+def toolchain() -> dict[str, str]:
+    """Versions of the packages whose change could change the bundle's bytes."""
     return {
         "llmc": __version__,
         "torch": version("torch"),
         "transformers": version("transformers"),
-        "compiler": compiler,
     }
 
 

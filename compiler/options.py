@@ -5,25 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..codegen import Backend, ProgramOptions, make_backend
+from ..environment import CACHE
 from ..errors import TargetError, UsageError
-from ..passes.quantize import FORMATS, QuantizeOptions
-from ..runtime.program import CPU_LEVELS, Scheme
+from ..runtime.program import CPU_LEVELS, KV_ITEM_BYTES
 from ..targets import Target, resolve_target
 
 DEFAULT_TARGET = "cpu-int8"
-DEFAULT_MAX_TOKENS = 512
-_HEAD = "int8-g32"  # of every integer quantization but int8-channel: errors in the head reach the logits undamped
-_QUANTIZATIONS = {
-    "f32": QuantizeOptions(weights="f32", head="f32"),
-    "bf16": QuantizeOptions(weights="bf16", head="bf16"),
-    "int8": QuantizeOptions(weights="int8-g128", head=_HEAD),
-    "int4": QuantizeOptions(weights="int4-g32", head=_HEAD),
-    "int8-channel": QuantizeOptions(weights="int8", head="int8"),
-    **{f: QuantizeOptions(weights=f, head=_HEAD) for f in FORMATS if "-g" in f},
-}
-QUANTIZATIONS = tuple(_QUANTIZATIONS)
 NATIVE = "native"  # the highest level of the compiling machine
-KV_DTYPES = ("auto", "bf16", "f32")
+KV_DTYPES = ("auto", *KV_ITEM_BYTES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +27,7 @@ class CompileOptions:
     kv_dtype: str = "auto"
     config: Path | None = None
     num_layers: int | None = None
-    max_tokens: int = DEFAULT_MAX_TOKENS
+    max_tokens: int | None = None
     cpu_levels: tuple[str, ...] | None = None
     dump_ir: Path | None = None
     verify_each: float | None = None
@@ -45,50 +35,44 @@ class CompileOptions:
     dry_run: bool = False
 
     def __post_init__(self) -> None:
-        if self.quantization is not None and self.quantization not in QUANTIZATIONS:
-            raise UsageError(f"quantization {self.quantization!r} is unknown; choose one of {', '.join(QUANTIZATIONS)}")
         if self.kv_dtype not in KV_DTYPES:
             raise UsageError(f"kv dtype {self.kv_dtype!r} is unknown; choose one of {', '.join(KV_DTYPES)}")
         if self.num_layers is not None and self.num_layers < 1:
             raise UsageError(f"num layers is {self.num_layers}, expected at least 1")
-        if not 16 <= self.max_tokens <= 8192:
-            raise UsageError(f"max tokens is {self.max_tokens}, expected 16 to 8192 tokens a step")
+        if self.max_tokens is not None and not 16 <= self.max_tokens <= 32768:
+            raise UsageError(f"max tokens is {self.max_tokens}, expected 16 to 32768 tokens a step")
         for level in self.cpu_levels or ():
             if level not in (*CPU_LEVELS, NATIVE):
                 raise UsageError(f"cpu level {level!r} is unknown; choose from {', '.join(CPU_LEVELS)} and {NATIVE}")
         if self.verify_each is not None and not self.verify_each > 0:
             raise UsageError(f"verify tolerance is {self.verify_each}, expected more than 0")
 
-    def resolve_target(self) -> Target:
-        """The target, with the scheme that `quantization` asks for. Raises `TargetError`."""
-        target = resolve_target(self.target)
-        if target.backend != "cpu":
-            raise TargetError(f"target {target.name!r} has backend {target.backend!r}; this version generates code for: cpu")
-        if self.quantization is None and target.scheme not in _QUANTIZATIONS:
-            raise TargetError(
-                f"target {target.name!r}: scheme {target.scheme!r} has no CPU kernels; there are {', '.join(QUANTIZATIONS)}"
-            )
+    def backends(self) -> list[Backend]:
+        """A code generator for each target, in the order given. Raises `TargetError` and `UsageError`."""
+        options = ProgramOptions(
+            quantization=self.quantization,
+            kv_dtype=self.kv_dtype,
+            max_tokens=self.max_tokens,
+            cpu_levels=self.cpu_levels,
+            cache=CACHE.get(),
+        )
+        backends = [make_backend(self._with_quantization(target), options) for target in self._targets()]
+        names = [backend.target.name for backend in backends]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise TargetError(f"target {twice[0]!r} is given twice; a bundle holds each target once")
+        return backends
+
+    def _targets(self) -> list[Target]:
+        return [resolve_target(name.strip()) for name in self.target.split(",")]
+
+    def _with_quantization(self, target: Target) -> Target:
+        """The target with the scheme that `quantization` asks for: `int4-g64` is scheme `int4`."""
         if self.quantization is None:
             return target
         scheme = self.quantization.split("-")[0]
         if not target.supports(scheme):
             raise TargetError(
-                f"device {target.device.name!r} does not run {scheme!r}; it runs {', '.join(target.device.schemes)}"
+                f"device {target.device.name!r} does not run {self.quantization!r}; it runs {', '.join(target.device.schemes)}"
             )
         return Target(device=target.device, scheme=scheme)
-
-    def quantize_options(self, target: Target) -> QuantizeOptions:
-        """Formats of the matrices: those that `quantization` names, or else the target's scheme."""
-        return _QUANTIZATIONS[self.quantization or target.scheme]
-
-    def scheme(self, target: Target) -> Scheme:
-        """The number formats as program.json names them; KV is bf16 unless everything is f32."""
-        options = self.quantize_options(target)
-        group = options.weights.partition("-g")[2]
-        kv = self.kv_dtype if self.kv_dtype != "auto" else ("f32" if target.scheme == "f32" else "bf16")
-        return Scheme(
-            weights=options.weights.split("-")[0],
-            head=options.head,
-            group_size=int(group) if group else None,
-            kv=kv,
-        )

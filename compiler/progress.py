@@ -17,6 +17,9 @@ class Progress(Protocol):
     def track(self, items: Iterable[Item], total: int) -> Iterator[Item]:
         """Pass `items` on, counting them."""
 
+    def done(self, item: str) -> None:
+        """Something that takes a while is finished."""
+
 
 class Silent:
     """Shows nothing."""
@@ -27,6 +30,9 @@ class Silent:
     def track(self, items: Iterable[Item], total: int) -> Iterator[Item]:
         """Pass `items` on."""
         yield from items
+
+    def done(self, item: str) -> None:
+        """Nothing."""
 
 
 class Terminal:
@@ -64,3 +70,7 @@ class Terminal:
         for done, item in enumerate(items):
             self._bar.update(self._task, description=f"weights {done}/{total}")
             yield item
+
+    def done(self, item: str) -> None:
+        """Show its name."""
+        self._bar.update(self._task, description=item)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from ..codegen.cpu.formats import decode_matrix
+from ..codegen.quantizers import Array
 from ..errors import CheckpointError
 from ..passes.graph import Weight, WeightTable
 from .checkpoint import Checkpoint
@@ -16,8 +18,10 @@ _TIED = {"lm_head.weight": "model.embed_tokens.weight", "model.embed_tokens.weig
 class WeightStore:
     """Weights of one graph. Nothing is cached: a caller holds one weight at a time."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, decode_matrix: Callable[[Array, str], Array] | None = None) -> None:
+        """`decode_matrix(value, format)` gives a matrix as a back end's stored format gives it back; `decoded` needs it."""
         self.checkpoint = checkpoint
+        self.decode_matrix = decode_matrix
 
     def check(self, table: WeightTable) -> None:
         """Raises `CheckpointError` where the checkpoint lacks a source or its shapes do not add up to the graph's."""
@@ -45,7 +49,8 @@ class WeightStore:
         value = self.read(weight)
         if weight.format == "f32" or value.dim() != 2:
             return value
-        return torch.from_numpy(decode_matrix(value.numpy(), weight.format))
+        assert self.decode_matrix is not None
+        return torch.from_numpy(self.decode_matrix(value.numpy(), weight.format))
 
     def _stored(self, source: str) -> str:
         if source not in self.checkpoint.tensor_names() and source in _TIED:

@@ -3,9 +3,14 @@
 Shapes: a traced graph has batch 1, so activations are `[1, T, width]` and heads `[1, T, H, D]`. Every operator but attention works token
 by token, which is why the same graph is the flattened batch of many sequences. All activations are float32 in eager execution.
 
-`format` names how a matrix is stored and how its input rows are rounded before the product: `f32`, `bf16`, `int8`,
-`int8-g<group>` or `int4-g<group>`. In eager execution the weight argument already holds the decoded values; only the
-rounding of the input is applied here.
+`format` names how a matrix is stored and how its input rows are rounded before the product:
+
+* `f32`, `bf16`: both the same;
+* `int8`, `int8-g<group>`, `int4-g<group>`: integers, inputs rounded to 16 bits of each row's range (CPU);
+* `fp8`, `fp8-fnuz`, `w8a8`: E4M3 or int8 weights with a scale for each row, inputs likewise (GPU);
+* `w4a16-g<group>`: int4 weights, bf16 inputs (GPU).
+
+In eager execution the weight argument already holds the decoded values; only the rounding of the input is applied here.
 """
 
 from __future__ import annotations
@@ -26,10 +31,20 @@ ACTIVATIONS = {
 }
 
 
+_FP8 = {"fp8": (torch.float8_e4m3fn, 448.0), "fp8-fnuz": (torch.float8_e4m3fnuz, 240.0)}
+
+
 def _round_rows(x: Tensor, format: str) -> Tensor:
-    """What packing does to the numbers: bf16 rounds to nearest even; integer formats keep 16 bits of each row's range."""
-    if format == "bf16":
+    """What packing does to the numbers: bf16 rounds to nearest even; the others keep some bits of each row's range."""
+    if format == "bf16" or format.startswith("w4a16"):
         return x.to(torch.bfloat16).to(x.dtype)
+    if format in _FP8:
+        dtype, largest = _FP8[format]
+        step = x.abs().amax(-1, keepdim=True).clamp_min(1e-30) / largest
+        return (x / step).clamp(-largest, largest).to(dtype).to(x.dtype) * step
+    if format == "w8a8":
+        step = x.abs().amax(-1, keepdim=True).clamp_min(1e-30) / 127
+        return torch.round(x / step) * step
     if format.startswith("int"):
         step = x.abs().amax(-1, keepdim=True).clamp_min(1e-30) / 32512
         return torch.round(x / step) * step
@@ -132,6 +147,17 @@ def linear_glu(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, 
 @linear_glu.register_fake
 def _(x: Tensor, weight: Tensor, *_: object) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0] // 2)
+
+
+@torch.library.custom_op("llmc::linear_residual", mutates_args=())
+def linear_residual(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, format: str = "f32") -> Tensor:
+    """`residual [1, T, N]` plus a linear of `x [1, T, K]`; executors update the residual in place."""
+    return residual + functional.linear(_round_rows(x, format), weight, bias)
+
+
+@linear_residual.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, *_: object) -> Tensor:
+    return torch.empty_like(residual)
 
 
 @torch.library.custom_op("llmc::rope", mutates_args=())
@@ -276,3 +302,10 @@ def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
 @gather_rows.register_fake
 def _(x: Tensor, rows: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], rows.shape[0], x.shape[2])
+
+
+NORMS = (
+    llmc.rms_norm.default,
+    llmc.add_rms_norm.default,
+)  # the last argument is the format of the linears that read the output
+LINEARS = (llmc.linear.default, llmc.linear_glu.default, llmc.linear_residual.default)  # input, weight, ..., format

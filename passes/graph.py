@@ -50,6 +50,19 @@ class WeightTable(dict[str, Weight]):
         self[name] = replace(self[name], format=format)
 
 
+def copy_module(module: fx.GraphModule) -> fx.GraphModule:
+    """A traced module of its own, for a pipeline of its own; nodes keep their names."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    copy = fx.GraphModule(module, graph)
+    copy.meta = dict(module.meta)
+    table = WeightTable()
+    table.update(WeightTable.of(module))
+    table.constants = dict(WeightTable.of(module).constants)
+    copy.meta["weights"] = table
+    return copy
+
+
 def phases(module: fx.GraphModule) -> dict[str, fx.GraphModule]:
     """The phase graphs by name after split-phases; before it, the one graph under the name `""`."""
     return dict(module.meta.get("phases") or {"": module})

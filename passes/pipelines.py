@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+
+from torch import fx
 
 from .base import Pass
 from .canonicalise import Canonicalise
@@ -10,19 +12,18 @@ from .fuse_add_norm import FuseAddNorm
 from .fuse_gate_up import FuseGateUp
 from .fuse_glu import FuseGlu
 from .fuse_qkv import FuseQkv
+from .fuse_residual import FuseResidual
 from .fuse_rms_norm import FuseRmsNorm
 from .fuse_rope import FuseRope
 from .fuse_rope_append import FuseRopeAppend
 from .insert_kv_cache import InsertKvCache
 from .pack_operands import PackOperands
-from .plan_memory import PlanMemory
+from .plan_memory import PlanMemory, Storage
 from .quantize import Quantize, QuantizeOptions
 from .split_phases import SplitPhases
 
 
-def cpu_pipeline(
-    *, quantization: QuantizeOptions, max_tokens: int, operand_row_bytes: Callable[[str, int], int]
-) -> tuple[Pass, ...]:
+def cpu_pipeline(*, quantization: QuantizeOptions, max_tokens: Mapping[str, int], storage: Storage) -> tuple[Pass, ...]:
     """Passes from a traced graph to one that maps kernel for kernel to a CPU program."""
     return (
         # the traced aten graph, tidied
@@ -43,5 +44,37 @@ def cpu_pipeline(
         PackOperands(),
         # execution
         SplitPhases(),
-        PlanMemory(max_tokens, operand_row_bytes),
+        PlanMemory(max_tokens, storage),
+    )
+
+
+def gpu_pipeline(
+    *,
+    quantization: QuantizeOptions,
+    max_tokens: Mapping[str, int],
+    storage: Storage,
+    is_packed: Callable[[fx.Node, str], bool],
+) -> tuple[Pass, ...]:
+    """Passes from a traced graph to one that maps kernel for kernel to a GPU program."""
+    return (
+        # the traced aten graph, tidied
+        Canonicalise(),
+        # aten subgraphs to dialect operators
+        FuseRmsNorm(),
+        FuseRope(),
+        FuseGlu(),
+        # dialect operators to larger ones
+        FuseQkv(),
+        FuseGateUp(),
+        FuseAddNorm(),
+        FuseResidual(),
+        # the step contract
+        InsertKvCache(),
+        FuseRopeAppend(),
+        # numbers
+        Quantize(quantization),
+        PackOperands(is_packed),
+        # execution
+        SplitPhases(),
+        PlanMemory(max_tokens, storage),
     )

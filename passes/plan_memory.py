@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import cast
+from typing import TypeAlias, cast
 
 from torch import fx
 
 from ..errors import PassError
 from .base import Pass, PassResult
-from .dialect import llmc
+from .dialect import NORMS, llmc
 from .graph import EXAMPLE_ROWS, EXAMPLE_TOKENS, is_call, operator_name, phases, shape
 
 ALIGNMENT = 64
-_NORMS = (llmc.rms_norm.default, llmc.add_rms_norm.default)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowLayout:
+    """How a back end stores one row of a value: the name of the format, and bytes."""
+
+    format: str
+    row_bytes: int
+
+
+Storage: TypeAlias = "Callable[[fx.Node, int, str], RowLayout]"
+"""`(value, width, pack) -> layout`: `pack` is the linear format that the value is packed for, or empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,55 +69,42 @@ class PlanMemory(Pass):
     requires = frozenset({"phases"})
     ensures = frozenset({"memory-planned"})
 
-    def __init__(self, max_tokens: int, operand_row_bytes: Callable[[str, int], int]) -> None:
-        """`operand_row_bytes(format, width)` is the size of a packed linear input; the rest is float32."""
+    def __init__(self, max_tokens: Mapping[str, int], storage: Storage) -> None:
+        """`max_tokens` of a step for each phase."""
         self.max_tokens = max_tokens
-        self.operand_row_bytes = operand_row_bytes
+        self.storage = storage
 
     def run(self, module: fx.GraphModule) -> PassResult:
-        plans = {name: self._plan(graph) for name, graph in phases(module).items()}
+        plans = {name: self._plan(graph, self.max_tokens[name]) for name, graph in phases(module).items()}
         changed = module.meta.get("memory") != plans
         module.meta["memory"] = plans
         matches = Counter({f"{name}_buffers": len(plan.buffers) for name, plan in plans.items()})
         notes = tuple(
-            f"{name}: arena {plan.arena_bytes} bytes for {self.max_tokens} tokens, {plan.peak_live_bytes} live at most, "
+            f"{name}: arena {plan.arena_bytes} bytes for {self.max_tokens[name]} tokens, {plan.peak_live_bytes} live at most, "
             f"{plan.total_bytes} without sharing"
             for name, plan in plans.items()
         )
         return PassResult(changed=changed, matches=matches, notes=notes)
 
-    def _plan(self, module: fx.GraphModule) -> MemoryPlan:
+    def _plan(self, module: fx.GraphModule, max_tokens: int) -> MemoryPlan:
         intervals, alias = self._intervals(module)
+        size = {interval.name: _round_up(interval.row_bytes * max_tokens) for interval in intervals}
         placed: list[tuple[_Interval, int]] = []
-        for interval in sorted(intervals, key=lambda i: (-self._size(i), i.first)):
-            placed.append((interval, self._lowest_gap(interval, placed)))
+        for interval in sorted(intervals, key=lambda i: (-size[i.name], i.first)):
+            placed.append((interval, _lowest_gap(interval, placed, size)))
         buffers = {
-            i.name: Buffer(offset=offset, size=self._size(i), rows=i.rows, row_bytes=i.row_bytes, format=i.format)
+            i.name: Buffer(offset=offset, size=size[i.name], rows=i.rows, row_bytes=i.row_bytes, format=i.format)
             for i, offset in placed
         }
         buffers |= {name: buffers[target] for name, target in alias.items()}
         last = max((i.last for i in intervals), default=0)
-        live = (sum(self._size(i) for i in intervals if i.first <= t <= i.last) for t in range(last + 1))
+        live = (sum(size[i.name] for i in intervals if i.first <= t <= i.last) for t in range(last + 1))
         return MemoryPlan(
             buffers=buffers,
-            arena_bytes=max((offset + self._size(i) for i, offset in placed), default=0),
+            arena_bytes=max((offset + size[i.name] for i, offset in placed), default=0),
             peak_live_bytes=max(live, default=0),
-            total_bytes=sum(self._size(i) for i in intervals),
+            total_bytes=sum(size.values()),
         )
-
-    def _size(self, interval: _Interval) -> int:
-        size = interval.row_bytes * self.max_tokens
-        return -(-size // ALIGNMENT) * ALIGNMENT
-
-    def _lowest_gap(self, interval: _Interval, placed: list[tuple[_Interval, int]]) -> int:
-        offset = 0
-        for other, start in sorted(placed, key=lambda p: p[1]):
-            if other.last < interval.first or interval.last < other.first:
-                continue
-            if start - offset >= self._size(interval):
-                break
-            offset = max(offset, start + self._size(other))
-        return offset
 
     def _intervals(self, module: fx.GraphModule) -> tuple[list[_Interval], dict[str, str]]:
         """Live ranges of what is stored, and the names that share another's storage. The logits go to the caller's memory."""
@@ -127,6 +125,9 @@ class PlanMemory(Pass):
                 residual = cast(fx.Node, node.args[1])
                 alias[f"{node.name}.sum"] = alias.get(residual.name, residual.name)
                 intervals[node.name] = self._interval(node, time)
+            elif is_call(node, llmc.linear_residual.default):
+                residual = cast(fx.Node, node.args[3])
+                alias[node.name] = alias.get(residual.name, residual.name)
             else:
                 intervals[node.name] = self._interval(node, time)
         return list(intervals.values()), alias
@@ -144,7 +145,21 @@ class PlanMemory(Pass):
             raise PassError(
                 f"plan-memory: {node.name} ({operator_name(node)}) has shape {dimensions}, expected [1, tokens, width]"
             )
-        format = str(node.args[-1]) if is_call(node, *_NORMS, llmc.pack_rows.default) else ""
-        width = dimensions[2]
-        row_bytes = self.operand_row_bytes(format, width) if format else 4 * width
-        return _Interval(node.name, time, time, rows, row_bytes, format or "f32-rows")
+        pack = str(node.args[-1]) if is_call(node, *NORMS, llmc.pack_rows.default) else ""
+        layout = self.storage(node, dimensions[2], pack)
+        return _Interval(node.name, time, time, rows, layout.row_bytes, layout.format)
+
+
+def _round_up(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _lowest_gap(interval: _Interval, placed: list[tuple[_Interval, int]], size: Mapping[str, int]) -> int:
+    offset = 0
+    for other, start in sorted(placed, key=lambda p: p[1]):
+        if other.last < interval.first or interval.last < other.first:
+            continue
+        if start - offset >= size[interval.name]:
+            break
+        offset = max(offset, start + size[other.name])
+    return offset

@@ -10,11 +10,15 @@ from torch import fx
 
 from ..errors import PassError, UsageError
 from .base import Pass, PassResult
-from .dialect import llmc
+from .dialect import LINEARS, llmc
 from .graph import WeightTable, calls, clean, weight_argument
 
 GROUP_SIZES = (32, 64, 128)
-FORMATS = ("f32", "bf16", "int8", *(f"int{bits}-g{g}" for bits in (8, 4) for g in GROUP_SIZES))
+FORMATS = (
+    *("f32", "bf16", "int8", "fp8", "fp8-fnuz", "w8a8"),
+    *(f"{kind}-g{group}" for kind in ("int8", "int4", "w4a16") for group in GROUP_SIZES),
+)
+_NO_EMBEDDING = ("int4", "w4a16", "w8a8", "fp8")  # formats without an embedding kernel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,13 +32,13 @@ class QuantizeOptions:
         for field, value in (("weights", self.weights), ("head", self.head)):
             if value not in FORMATS:
                 raise UsageError(f"quantize: {field} format {value!r} is unknown; choose one of {', '.join(FORMATS)}")
-        if self.head.startswith("int4"):
-            choices = ", ".join(f for f in FORMATS if not f.startswith("int4"))
+        if self.head.startswith(_NO_EMBEDDING):
+            choices = ", ".join(f for f in FORMATS if not f.startswith(_NO_EMBEDDING))
             raise UsageError(f"quantize: head format {self.head!r} is not supported; choose one of {choices}")
 
 
 class Quantize(Pass):
-    """Round-to-nearest: int8 with a scale for each row, int8-g and int4-g with a float16 scale for each group of a row."""
+    """Round-to-nearest: int8, fp8 and w8a8 with a scale for each row, those with `-g` with a float16 scale for each group of columns."""
 
     name = "quantize"
     summary = "set the stored format of every matrix"
@@ -52,7 +56,7 @@ class Quantize(Pass):
         heads |= {weight_argument(n, 1).target for n in calls(module, llmc.linear.default) if n is _source(output)}
         matches: Counter[str] = Counter()
         changed = False
-        for node in calls(module, llmc.embedding.default, llmc.linear.default, llmc.linear_glu.default):
+        for node in calls(module, llmc.embedding.default, *LINEARS):
             weight = str(weight_argument(node, 0 if node.target is llmc.embedding.default else 1).target)
             format = self.options.head if weight in heads else self.options.weights
             if len(table[weight].shape) != 2:

@@ -10,11 +10,9 @@ from torch import fx
 
 from ..errors import PassError
 from .base import Pass, PassResult
-from .dialect import llmc
+from .dialect import NORMS, llmc
 from .graph import EXAMPLE_ROWS, calls, clean, insert, is_call, propagate_shapes
 from .match import operand
-
-_NORMS = (llmc.rms_norm.default, llmc.add_rms_norm.default)
 
 
 class SplitPhases(Pass):
@@ -55,7 +53,7 @@ def _gather_rows(module: fx.GraphModule) -> None:
     norm = operand(head)
     if is_call(norm, operator.getitem):
         norm = operand(cast(fx.Node, norm))
-    if not is_call(head, llmc.linear.default) or not is_call(norm, *_NORMS):
+    if not is_call(head, llmc.linear.default) or not is_call(norm, *NORMS):
         raise PassError(f"split-phases: the graph ends in {head.target}, expected a norm and a linear that makes the logits")
     norm = cast(fx.Node, norm)
     last_input = [n for n in graph.nodes if n.op == "placeholder"][-1]

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import mmap
-import os
-import sys
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
-import msgspec
-
 from ..errors import BundleError, UsageError
+from .devices import survey_cuda, this_processor
 from .integrity import check_hash, check_relative, locate, read_file
 from .manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest, TargetEntry, decode_manifest
-from .program import MAX_PROGRAM_BYTES, Program, decode_program
+from .program import MAX_PROGRAM_BYTES, CpuProgram, GpuProgram, decode_program
+from .selection import Candidate, Choice, ExecutorName, Here, choose
 from .tokenizer_index import INDEX_NAME
-from .weights import WeightFile
+from .weights import WeightFile, find_weights
 
 Verify = Literal["full", "sizes"]
 
@@ -28,7 +27,6 @@ SHARED_FILES = (
     "chat_template.jinja",
     INDEX_NAME,
 )
-_BACKENDS = ("cpu",)
 _REQUIRED_FILES = ("config.json",)
 
 
@@ -39,13 +37,22 @@ class Bundle:
     returns, and raises BundleError instead of returning bytes that differ from the manifest.
     """
 
-    def __init__(self, root: Path, manifest: Manifest, entry: TargetEntry, verify: Verify) -> None:
+    def __init__(
+        self,
+        root: Path,
+        manifest: Manifest,
+        entry: TargetEntry,
+        program: CpuProgram | GpuProgram,
+        verify: Verify,
+        choice: Choice | None = None,
+    ) -> None:
         """Use `Bundle.open`, which chooses `entry`; this starts the hashing of the files that the target needs."""
         self.root = root
         self.manifest = manifest
         self.entry = entry
+        self.program = program
+        self.choice = choice
         self.paths = {name: locate(root, name, file) for name, file in manifest.files.items()}
-        self.program = self._read_program(verify)
         self._verify = verify
         self._pool = ThreadPoolExecutor(max_workers=4, thread_name_prefix="llmc-hash")
         # With an index the tokenizer itself is not read unless it turns out to be needed.
@@ -54,7 +61,7 @@ class Bundle:
             name: self._pool.submit(self._load, name, keep=name not in unread) for name in self._needed_files()
         }
         self._pool.shutdown(wait=False)
-        self._weights: WeightFile | None = None
+        self._weights: list[WeightFile] | None = None
 
     @classmethod
     def open(
@@ -62,21 +69,33 @@ class Bundle:
         path: str | Path,
         *,
         target: str | None = None,
+        executor: ExecutorName = "auto",
         verify: Verify = "full",
         wait: bool = True,
-        any_machine: bool = False,
     ) -> Bundle:
-        """Open the bundle at `path` for `target`, by default the first in the manifest that runs here.
+        """Open the bundle at `path` for `target`, by default the best that `executor` runs on this machine.
 
         `verify="sizes"` skips the hashes. With `wait=False` hashing goes on in the background: call `check()` before
-        the bundle is relied on as a whole. With `any_machine` a target may be one that cannot run here. Raises
-        BundleError, and UsageError for a target that the bundle does not hold.
+        the bundle is relied on as a whole. Raises BundleError, UsageError for a target that the bundle does not hold,
+        and MissingExtraError.
         """
         root = Path(path)
         manifest = read_manifest(root)
-        bundle = cls(root, manifest, _choose(manifest, root, target), verify)
-        if not any_machine:
-            check_machine(bundle.program, bundle.entry.name, root)
+        entries = {entry.name: entry for entry in manifest.targets}
+        if target is not None and target not in entries:
+            raise UsageError(f"{root}: no target {target!r}; the bundle holds {', '.join(entries)}")
+        programs: dict[str, CpuProgram | GpuProgram] = {}
+        candidates = []
+        for name in entries if target is None else [target]:
+            try:
+                programs[name] = read_program(root, manifest, entries[name], verify)
+            except BundleError as error:
+                candidates.append(Candidate(target=name, unreadable=error))
+            else:
+                candidates.append(Candidate(target=name, backend=programs[name].backend, machine=programs[name].machine))
+        here = Here(processor=this_processor(), survey_cuda=survey_cuda)
+        choice = choose(candidates, executor, here, str(root))
+        bundle = cls(root, manifest, entries[choice.target], programs[choice.target], verify, choice)
         if wait:
             bundle.check()
         return bundle
@@ -85,7 +104,7 @@ class Bundle:
         """Wait for every hash, then check the weights against program.json; raises the first BundleError in order."""
         for content in list(self._contents.values()):
             content.result()
-        self.weight_addresses()
+        self.weight_places()
 
     def has(self, name: str) -> bool:
         """Whether the manifest names the file."""
@@ -104,62 +123,42 @@ class Bundle:
         content = self._contents.pop(name, None)
         return (content.result() if content is not None else None) or self._load(name)
 
+    def weight_files(self) -> list[WeightFile]:
+        """The target's weight files, mapped as long as this object lives; raises BundleError."""
+        if self._weights is None:
+            self._weights = [WeightFile(self._contents[name].result(), self.root / name) for name in self.entry.weights]
+        return self._weights
+
+    def weight_places(self) -> list[tuple[int, int]]:
+        """`(index into weight_files, offset in the file)` of each weight in program.json's order; raises BundleError."""
+        return find_weights(self.weight_files(), self.program.weights)
+
     def weight_addresses(self) -> list[int]:
         """Addresses of the weights in program.json's order, valid while this object lives; raises BundleError."""
-        if self._weights is None:
-            name = self.entry.weights
-            self._weights = WeightFile(self._contents[name].result(), self.root / name)
-        return self._weights.addresses(self.program.weights)
+        files = self.weight_files()
+        return [files[index].address + offset for index, offset in self.weight_places()]
 
-    def library(self, level: str) -> tuple[Path, bytes]:
-        """Path and checked bytes of the shared library of an instruction-set level of program.json; raises BundleError."""
-        name = self._library_name(self.program.libraries[level])
+    def beside_program(self, file: str) -> tuple[Path, bytes]:
+        """Path and checked bytes of a file that program.json names: a library, or a kernel's source or binary.
+
+        Raises BundleError.
+        """
+        name = _beside(self.entry, file)
         return self.paths[name], self.read(name)
 
     def _load(self, name: str, *, keep: bool = True) -> bytes | mmap.mmap:
         try:
-            content = read_file(self.paths[name], mapped=not keep or name in (self.entry.weights, INDEX_NAME))
+            content = read_file(self.paths[name], mapped=not keep or name in (*self.entry.weights, INDEX_NAME))
         except OSError as error:
             raise BundleError(f"{self.root / name}: {error.strerror}; check its permissions") from None
         if self._verify == "full":
             check_hash(content, self.manifest.files[name], self.root / name)
         return content if keep else b""
 
-    def _read_program(self, verify: Verify) -> Program:
-        name = self.entry.program
-        for needed in (name, self.entry.weights, *_REQUIRED_FILES):
-            if needed not in self.manifest.files:
-                raise BundleError(
-                    f"{self.root / MANIFEST_NAME}: target {self.entry.name!r} needs {needed[:200]!r}, which is not "
-                    "in files; compile the bundle again"
-                )
-        file = self.manifest.files[name]
-        if file.size > MAX_PROGRAM_BYTES:
-            raise BundleError(f"{self.root / name}: {file.size} bytes; expected at most {MAX_PROGRAM_BYTES}")
-        try:
-            data = self.paths[name].read_bytes()
-        except OSError as error:
-            raise BundleError(f"{self.root / name}: {error.strerror}; check its permissions") from None
-        if verify == "full":
-            check_hash(data, file, self.root / name)
-        program = decode_program(data, str(self.root / name))
-        if program.target != self.entry.name:
-            raise BundleError(
-                f"{self.root / name}: target is {program.target!r}, but the manifest lists it as {self.entry.name!r}"
-            )
-        for library in program.libraries.values():
-            if self._library_name(library) not in self.manifest.files:
-                raise BundleError(f"{self.root / name}: library {library[:200]!r} is not among the manifest's files")
-        return program
-
-    def _library_name(self, file: str) -> str:
-        check_relative(file, str(self.root / self.entry.program))
-        return str(PurePosixPath(self.entry.program).parent / file)
-
     def _needed_files(self) -> list[str]:
-        libraries = [self._library_name(file) for file in self.program.libraries.values()]
         # The weights first: they take longest, and must be under way before the caller keeps the interpreter busy.
-        return [self.entry.weights, *(name for name in SHARED_FILES if self.has(name)), *libraries]
+        beside = [_beside(self.entry, file) for file in _files_of(self.program)]
+        return list(dict.fromkeys([*self.entry.weights, *(name for name in SHARED_FILES if self.has(name)), *beside]))
 
 
 def read_manifest(root: Path) -> Manifest:
@@ -183,43 +182,42 @@ def read_manifest(root: Path) -> Manifest:
     return manifest
 
 
-class _Machine(msgspec.Struct):
-    backend: str
-    machine: str
+def read_program(root: Path, manifest: Manifest, entry: TargetEntry, verify: Verify) -> CpuProgram | GpuProgram:
+    """The checked program.json of a target, all of whose files the manifest is found to name; raises BundleError."""
+    where = root / entry.program
+    for needed in (entry.program, *entry.weights, *_REQUIRED_FILES):
+        if needed not in manifest.files:
+            raise BundleError(
+                f"{root / MANIFEST_NAME}: target {entry.name!r} needs {needed[:200]!r}, which is not in files; "
+                "compile the bundle again"
+            )
+    if len(set(entry.weights)) != len(entry.weights):
+        raise BundleError(f"{root / MANIFEST_NAME}: target {entry.name!r} lists a weight file twice; compile the bundle again")
+    file = manifest.files[entry.program]
+    if file.size > MAX_PROGRAM_BYTES:
+        raise BundleError(f"{where}: {file.size} bytes; expected at most {MAX_PROGRAM_BYTES}")
+    try:
+        data = locate(root, entry.program, file).read_bytes()
+    except OSError as error:
+        raise BundleError(f"{where}: {error.strerror}; check its permissions") from None
+    if verify == "full":
+        check_hash(data, file, where)
+    program = decode_program(data, str(where))
+    if program.target != entry.name:
+        raise BundleError(f"{where}: target is {program.target!r}, but the manifest lists it as {entry.name!r}")
+    for name in _files_of(program):
+        check_relative(name, str(where))
+        if _beside(entry, name) not in manifest.files:
+            raise BundleError(f"{where}: {name[:200]!r} is not among the manifest's files; compile the bundle again")
+    return program
 
 
-def check_machine(program: Program | _Machine, target: str, root: Path) -> None:
-    """Refuse a program that this machine cannot run; raises BundleError."""
-    if program.backend not in _BACKENDS:
-        raise BundleError(
-            f"{root}: target {target!r} is for backend {program.backend!r}; this runtime runs {', '.join(_BACKENDS)}: "
-            "compile for a target of those"
-        )
-    # platform.machine() would do, but importing platform costs more than the rest of this function's module.
-    here = f"{os.uname().machine if hasattr(os, 'uname') else 'unknown'}-{sys.platform}"
-    if program.machine != here:
-        raise BundleError(
-            f"{root}: target {target!r} is for {program.machine}; this machine is {here}: compile the model on such a one"
-        )
+def _files_of(program: CpuProgram | GpuProgram) -> Iterable[str]:
+    """The files that program.json names, relative to its own folder."""
+    if isinstance(program, CpuProgram):
+        return program.libraries.values()
+    return (file for kernel in program.kernels.values() for file in (kernel.source, kernel.binary))
 
 
-def _choose(manifest: Manifest, root: Path, target: str | None) -> TargetEntry:
-    names = [entry.name for entry in manifest.targets]
-    if target is not None:
-        if target not in names:
-            raise UsageError(f"{root}: no target {target!r}; the bundle holds {', '.join(names)}")
-        return manifest.targets[names.index(target)]
-    if len(names) == 1:
-        return manifest.targets[0]
-    refusals = []
-    for entry in manifest.targets:
-        try:
-            if entry.program not in manifest.files:
-                raise BundleError(f"{root}: target {entry.name!r}: {entry.program[:200]!r} is not in files")
-            data = locate(root, entry.program, manifest.files[entry.program]).read_bytes()
-            check_machine(msgspec.json.decode(data, type=_Machine), entry.name, root)
-        except (BundleError, OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
-            refusals.append(str(error))
-        else:
-            return entry
-    raise BundleError(f"{root}: no target for this machine; it holds {', '.join(names)}; the first: {refusals[0]}")
+def _beside(entry: TargetEntry, file: str) -> str:
+    return str(PurePosixPath(entry.program).parent / file)

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..errors import CapacityError, RequestError
 from .block_pool import BlockPool, blocks_for
-from .executor import SAMPLING_DTYPE, Executor, StepBatch
+from .executor import SAMPLING_DTYPE, Executor, Logits, StepBatch
 from .executor.base import Float32, Int32
 from .outputs import Chunk, Output, Stats
 from .prompt import Prompt, PromptEncoder, is_batch
@@ -42,13 +42,18 @@ class Engine:
         max_num_seqs: int,
         end_ids: frozenset[int],
         default_params: SamplingParams,
+        target_choice: str = "",
     ) -> None:
-        """`max_tokens` is the most tokens of one step; `max_num_seqs` the most requests that run at a time."""
+        """`max_tokens` is the most tokens of one step; `max_num_seqs` the most requests that run at a time.
+
+        `target_choice` says for people which target of the bundle runs and why that one.
+        """
         self.executor = executor
         self.encoder = encoder
         self.context_length = context_length
         self.end_ids = end_ids
         self.default_params = default_params
+        self.target_choice = target_choice
         self.pool = BlockPool(executor.num_kv_blocks)
         self.scheduler = Scheduler(self.pool, max_tokens=max_tokens, max_num_seqs=max_num_seqs)
         self._requests: dict[int, Request] = {}
@@ -165,9 +170,11 @@ class Engine:
         blocks = self.pool.allocate(needed)
         rows = []
         try:
-            for start in range(0, len(ids), self.scheduler.max_tokens):
-                chunk = ids[start : start + self.scheduler.max_tokens]
-                rows.append(self.executor.step(StepBatch.build([(chunk, start, blocks)], range(len(chunk)))).copy())
+            length = min(self.scheduler.max_tokens, self.executor.max_logit_rows)
+            for start in range(0, len(ids), length):
+                chunk = ids[start : start + length]
+                logits = self.executor.step(StepBatch.build([(chunk, start, blocks)], range(len(chunk))))
+                rows.append(logits.numpy().copy())
         finally:
             self.pool.release(blocks)
         return rows[0] if len(rows) == 1 else np.concatenate(rows)
@@ -254,7 +261,7 @@ class Engine:
             chunk = self._accept(request, token_id, now)
             self._inboxes.get(request.id, self._news).append(chunk)
 
-    def _sample(self, logits: Float32, completing: list[ScheduledChunk]) -> Int32:
+    def _sample(self, logits: Logits, completing: list[ScheduledChunk]) -> Int32:
         if not completing:
             return np.empty(0, np.int32)
         rows = []

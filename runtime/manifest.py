@@ -10,7 +10,7 @@ import msgspec
 from .. import __version__
 from ..errors import BundleError
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 MANIFEST_NAME = "manifest.json"
 MAX_MANIFEST_BYTES = 64 << 20
 
@@ -30,11 +30,11 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TargetEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """A target the bundle was compiled for: the paths of its program.json and of its weights."""
+    """A target the bundle was compiled for: the paths of its program.json and of the weight files it takes, all of them whole."""
 
     name: str
     program: str
-    weights: str
+    weights: Annotated[list[str], msgspec.Meta(min_length=1)]
 
 
 class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,8 +76,11 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
             f"{where}: schema_version is {versions.schema_version}, this llmc {__version__} reads up to "
             f"{SCHEMA_VERSION}; upgrade llmc or compile the bundle again with this version"
         )
-    if versions.schema_version < 1:
-        raise BundleError(f"{where}: schema_version is {versions.schema_version}, expected 1 or more")
+    if versions.schema_version < SCHEMA_VERSION:
+        raise BundleError(
+            f"{where}: schema_version is {versions.schema_version}, this llmc {__version__} reads {SCHEMA_VERSION}; "
+            "compile the bundle again"
+        )
     if _release(versions.min_runtime, where) > _release(__version__, "llmc"):
         raise BundleError(f"{where}: needs llmc {versions.min_runtime} or newer, this is {__version__}: pip install -U llmc")
     try:

@@ -7,6 +7,8 @@ import mmap
 import os
 from pathlib import Path
 
+import numpy as np
+
 from ..errors import CapacityError
 
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
@@ -18,6 +20,12 @@ def allocate(num_bytes: int, what: str) -> mmap.mmap:
         return mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
     except (OSError, ValueError, OverflowError) as error:
         raise CapacityError(f"cannot allocate {num_bytes} bytes for the {what}: {error}") from None
+
+
+def address_of(memory: mmap.mmap) -> int:
+    """Where a mapping begins; the caller keeps it open."""
+    # The array is gone after this line, so that it does not keep the mapping from being closed.
+    return int(np.frombuffer(memory, np.uint8).ctypes.data)
 
 
 def trim_heap() -> None:

@@ -1,8 +1,8 @@
-"""The schema of program.json: what one target's program takes, its memory, and the libraries that hold it."""
+"""The schema of program.json: what one target's program takes, its memory, and the libraries or kernels that hold it."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 
@@ -14,7 +14,9 @@ MAX_THREADS = 256  # the arena has workspace for so many
 CPU_LEVELS = ("portable", "avx2", "avx512", "amx")  # index = what llmc_cpu_level returns
 MAX_PROGRAM_BYTES = 64 << 20
 
-KV_ITEM_BYTES = {"f32": 4, "bf16": 2}
+KV_ITEM_BYTES = {"f32": 4, "bf16": 2, "fp8": 1, "int8": 1}
+KV_SCALE_BYTES = {"f32": 0, "bf16": 0, "fp8": 4, "int8": 4}  # of each token and head, for K and for V
+BACKENDS = ("cpu", "cuda", "rocm")
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 Bytes = Annotated[int, msgspec.Meta(ge=0, le=2**46)]
@@ -49,8 +51,36 @@ class WeightSpec(msgspec.Struct, frozen=True, kw_only=True):
     shape: list[Dimension]
 
 
+Symbol: TypeAlias = Literal["", "T", "R", "B"]
+
+
+class Extent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One axis of a launch grid: `factor * (ceil(symbol / divisor) + (B if add_sequences else 0))`.
+
+    `symbol` is T (tokens of the step), R (rows of logits), B (sequences), or empty for the constant 1.
+    """
+
+    symbol: Symbol = ""
+    divisor: Count = 1
+    factor: Count = 1
+    add_sequences: bool = False
+
+
+class Argument(msgspec.Struct, frozen=True, array_like=True):
+    """One launch argument, for a pointer: `["arena", byte offset]`, `["weight", index]`, `["input", name]`, or the start of
+    `["kv_pool", 0]`, `["logits", 0]`, `["sampling", 0]` (records of llmc_sampling), `["sampled", 0]` (int32 ids); for an integer:
+    `["symbol", name]`, `["constant", value]`.
+
+    Inputs are the int32 arrays of the step contract, symbols are T, R, B and `max_blocks`. The sampler takes `sampling` and
+    `sampled`, the symbol R alone, and no inputs; the phases take neither of the two.
+    """
+
+    kind: Literal["arena", "weight", "input", "symbol", "constant", "kv_pool", "logits", "sampling", "sampled"]
+    value: int | str
+
+
 class Call(msgspec.Struct, frozen=True, kw_only=True):
-    """One kernel call, for people and tools; the runtime never interprets it."""
+    """One kernel call. For people and tools, except that a GPU runtime launches `kernel` over `grid` with `arguments`."""
 
     kernel: str
     node: str
@@ -58,17 +88,25 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     outputs: list[Any] = []
     weights: list[Any] = []
     attributes: dict[str, Any] = {}
+    grid: list[Extent] = []
+    arguments: list[Argument] = []
 
 
 class Phase(msgspec.Struct, frozen=True, kw_only=True):
-    """A specialisation of the step: `prefill` takes any batch, `decode` one token of each sequence."""
+    """A specialisation of the step for up to `max_tokens` tokens; `single_token`: of one token of each sequence."""
 
     name: str
+    max_tokens: Count
+    single_token: bool
     calls: list[Call]
+
+    def runs(self, num_tokens: int, single_token: bool) -> bool:
+        """Whether the phase takes a batch of that many tokens, all from different sequences if `single_token`."""
+        return num_tokens <= self.max_tokens and (single_token or not self.single_token)
 
 
 class Program(msgspec.Struct, frozen=True, kw_only=True):
-    """program.json; the fields are those of docs/bundle.md."""
+    """What every program.json holds; the fields are those of docs/bundle.md. Phases are listed most special first."""
 
     abi_version: int
     target: str
@@ -81,16 +119,51 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
     context_length: Count
     kv_cache: KvCacheSpec
     weights: list[WeightSpec]
-    libraries: dict[str, str]
     phases: Annotated[list[Phase], msgspec.Meta(min_length=1)]
 
-    def phase_index(self, name: str) -> int | None:
-        """The position of the phase called `name`, or None."""
-        return next((index for index, phase in enumerate(self.phases) if phase.name == name), None)
+    def phase_for(self, num_tokens: int, single_token: bool) -> int:
+        """The index of the first phase that takes such a batch; the last, `prefill`, takes all."""
+        fits = (index for index, phase in enumerate(self.phases) if phase.runs(num_tokens, single_token))
+        return next(fits, len(self.phases) - 1)
 
 
-class _Abi(msgspec.Struct):
+class CpuProgram(Program, frozen=True, kw_only=True):
+    """A program in shared libraries, one for each instruction-set level."""
+
+    libraries: dict[str, str]
+
+
+class ParameterEntry(msgspec.Struct, frozen=True, array_like=True):
+    """A kernel's parameter: `["weight", "*bf16"]`; types are Triton's."""
+
+    name: str
+    type: str
+
+
+class KernelEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """A compiled kernel: files beside program.json, what a launch needs, and what was read from the binary."""
+
+    source: str
+    binary: str
+    parameters: list[ParameterEntry]
+    num_warps: Count
+    shared_bytes: Bytes
+    registers: Bytes
+    spill_bytes: Bytes
+    matrix_instructions: dict[str, int]
+
+
+class GpuProgram(Program, frozen=True, kw_only=True):
+    """A program of kernel launches; `sampler` is the call that turns logits into token ids."""
+
+    warp_size: Count
+    kernels: dict[str, KernelEntry]
+    sampler: Call
+
+
+class _Head(msgspec.Struct):
     abi_version: int
+    backend: str
 
 
 def encode_program(program: Program) -> bytes:
@@ -98,41 +171,19 @@ def encode_program(program: Program) -> bytes:
     return msgspec.json.format(msgspec.json.encode(program, order="deterministic"), indent=2) + b"\n"
 
 
-def decode_program(data: bytes, where: str) -> Program:
+def decode_program(data: bytes, where: str) -> CpuProgram | GpuProgram:
     """Parse program.json and check that its figures agree with each other; raises BundleError."""
+    from .program_checks import check_program  # it needs the classes above
+
     try:
-        abi_version = msgspec.json.decode(data, type=_Abi).abi_version
-        check_abi(abi_version, where)
-        program = msgspec.json.decode(data, type=Program)
+        head = msgspec.json.decode(data, type=_Head)
+        check_abi(head.abi_version, where)
+        if head.backend not in BACKENDS:
+            raise BundleError(f"{where}: backend is {head.backend[:40]!r}, expected one of {', '.join(BACKENDS)}; upgrade llmc")
+        program = msgspec.json.decode(data, type=CpuProgram if head.backend == "cpu" else GpuProgram)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise BundleError(f"{where}: not a program description: {error}; compile the bundle again") from None
-    kv = program.kv_cache
-    if kv.block_size != BLOCK_SIZE:
-        raise BundleError(f"{where}: kv_cache.block_size is {kv.block_size}, expected {BLOCK_SIZE}")
-    item = KV_ITEM_BYTES.get(kv.dtype)
-    if item is None:
-        raise BundleError(f"{where}: kv_cache.dtype is {kv.dtype!r}, expected one of {', '.join(KV_ITEM_BYTES)}")
-    least = 2 * kv.num_layers * kv.num_kv_heads * kv.head_dim * BLOCK_SIZE * item
-    if kv.bytes_per_block < least:
-        raise BundleError(
-            f"{where}: kv_cache.bytes_per_block is {kv.bytes_per_block}, but 2 * {kv.num_layers} layers * "
-            f"{kv.num_kv_heads} heads * {kv.head_dim} * {BLOCK_SIZE} tokens * {item} bytes = {least}"
-        )
-    if kv.bytes_per_block % 64:
-        raise BundleError(f"{where}: kv_cache.bytes_per_block is {kv.bytes_per_block}, expected a multiple of 64")
-    if program.phase_index("prefill") is None:
-        names = [phase.name for phase in program.phases]
-        raise BundleError(f"{where}: no phase is called 'prefill'; found {names}")
-    weight_names = [weight.name for weight in program.weights]
-    if len(set(weight_names)) != len(weight_names):
-        twice = next(name for name in weight_names if weight_names.count(name) > 1)
-        raise BundleError(f"{where}: weight {twice!r} is listed more than once")
-    if program.backend == "cpu":
-        unknown = sorted(set(program.libraries) - set(CPU_LEVELS))
-        if unknown:
-            raise BundleError(f"{where}: unknown library levels {unknown}; expected {', '.join(CPU_LEVELS)}")
-        if "portable" not in program.libraries:
-            raise BundleError(f"{where}: no 'portable' library; found {sorted(program.libraries)}")
+    check_program(program, where)
     return program
 
 

@@ -1,4 +1,4 @@
-"""Maps a safetensors file and hands out the addresses of its tensors, after checking every figure in its header."""
+"""Maps safetensors files and finds a program's weights in them, after checking every figure in their headers."""
 
 from __future__ import annotations
 
@@ -46,28 +46,28 @@ class WeightFile:
         self.data_start, self.entries, self.metadata = _parse_header(data, where)
         self._bytes = np.frombuffer(data, dtype=np.uint8)
 
-    def addresses(self, specs: list[WeightSpec]) -> list[int]:
-        """The address of each tensor of `specs`, which must be exactly the file's tensors; raises BundleError."""
-        missing = [spec.name for spec in specs if spec.name not in self.entries]
-        if missing:
-            raise BundleError(f"{self.where}: {len(missing)} weights of program.json are absent, first {missing[0]!r}")
-        extra = sorted(set(self.entries) - {spec.name for spec in specs})
-        if extra:
-            raise BundleError(f"{self.where}: {len(extra)} weights are not in program.json, first {extra[0]!r}")
-        base = self._bytes.ctypes.data + self.data_start
-        addresses = []
-        for spec in specs:
-            entry = self.entries[spec.name]
-            if (entry.dtype, entry.shape) != (spec.dtype, spec.shape):
-                raise BundleError(
-                    f"{self.where}: weight {spec.name!r} is {entry.dtype} {entry.shape}, but program.json says "
-                    f"{spec.dtype} {spec.shape}"
-                )
-            address = base + entry.data_offsets[0]
-            if address % ALIGNMENT:
-                raise BundleError(f"{self.where}: weight {spec.name!r} does not start on a {ALIGNMENT}-byte boundary")
-            addresses.append(address)
-        return addresses
+    @property
+    def address(self) -> int:
+        """Where the file begins in memory, header included."""
+        return int(self._bytes.ctypes.data)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the file."""
+        return len(self._bytes)
+
+    def offset(self, spec: WeightSpec) -> int:
+        """Where in the file a tensor begins; raises BundleError if it is not the one of `spec`."""
+        entry = self.entries[spec.name]
+        if (entry.dtype, entry.shape) != (spec.dtype, spec.shape):
+            raise BundleError(
+                f"{self.where}: weight {spec.name!r} is {entry.dtype} {entry.shape}, but program.json says "
+                f"{spec.dtype} {spec.shape}"
+            )
+        offset = self.data_start + entry.data_offsets[0]
+        if (self.address + offset) % ALIGNMENT:
+            raise BundleError(f"{self.where}: weight {spec.name!r} does not start on a {ALIGNMENT}-byte boundary")
+        return offset
 
     def array(self, name: str, dtype: str) -> npt.NDArray[Any]:
         """A one-dimensional tensor of unsigned integers, in place; raises BundleError if it is anything else."""
@@ -76,6 +76,29 @@ class WeightFile:
             raise BundleError(f"{self.where}: expected a one-dimensional {dtype} tensor {name!r}; compile again")
         start, stop = (self.data_start + offset for offset in entry.data_offsets)
         return self._bytes[start:stop].view(f"<u{ITEM_BYTES[dtype]}")
+
+
+def find_weights(files: Sequence[WeightFile], specs: Sequence[WeightSpec]) -> list[tuple[int, int]]:
+    """`(index of the file, offset in it)` of each weight, which must be exactly the tensors of all the files.
+
+    Raises BundleError.
+    """
+    where = " and ".join(str(file.where) for file in files)
+    owner: dict[str, int] = {}
+    for index, file in enumerate(files):
+        for name in file.entries:
+            if name in owner:
+                raise BundleError(
+                    f"{file.where}: weight {name!r} is in {files[owner[name]].where}, too; compile the bundle again"
+                )
+            owner[name] = index
+    missing = [spec.name for spec in specs if spec.name not in owner]
+    if missing:
+        raise BundleError(f"{where}: {len(missing)} weights of program.json are absent, first {missing[0]!r}")
+    extra = sorted(set(owner) - {spec.name for spec in specs})
+    if extra:
+        raise BundleError(f"{where}: {len(extra)} weights are not in program.json, first {extra[0]!r}")
+    return [(owner[spec.name], files[owner[spec.name]].offset(spec)) for spec in specs]
 
 
 def _parse_header(data: bytes | mmap.mmap, where: Path) -> tuple[int, dict[str, TensorEntry], dict[str, str]]:

@@ -20,8 +20,8 @@ Name = Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9][a-z0-9_]{0,31}\Z")]
 class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Facts of one device kind, as in `devices/<name>.toml`; `None` where a fact is unknown or differs by machine.
 
-    `levels` are instruction-set levels, lowest first, and `arch` is what the kernels are built for. Rates are peaks
-    of the data sheet: operations (a fused multiply-add is two) and bytes a second.
+    `levels` are instruction-set levels, lowest first, and `arch` is what the kernels are built for: `sm_90`, `gfx942`. `sources` say where
+    the facts are from. Rates are dense peaks of the data sheet: operations (a fused multiply-add is two) and bytes a second.
     """
 
     name: Name
@@ -30,6 +30,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     arch: str
     schemes: Annotated[tuple[Name, ...], msgspec.Meta(min_length=1)]
     summary: str = ""
+    sources: tuple[str, ...] = ()
     levels: tuple[str, ...] = ()
     features: tuple[str, ...] = ()
     memory_bytes: Positive | None = None
@@ -84,7 +85,8 @@ def resolve_target(name: str | Path) -> Target:
         )
     close = difflib.get_close_matches(text, targets, n=1, cutoff=0.5)
     hint = f"did you mean {close[0]!r}? " if close else ""
-    raise TargetError(f"unknown target {text!r}; {hint}Valid: {', '.join(targets)}, or the path of a device .toml file")
+    valid = ", ".join(f"{device.name}-{{{','.join(device.schemes)}}}" for device in _devices().values())
+    raise TargetError(f"unknown target {text!r}; {hint}Valid: {valid}, or the path of a device .toml file")
 
 
 def list_targets() -> list[Target]:

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton; kernels are compiled in processes of their own
+
 _COMMON: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 96,

@@ -8,8 +8,10 @@ from typing import cast
 import numpy as np
 
 from ...errors import UsageError
+from .. import quantizers
+from ..quantizers import Array
 from . import packing
-from .packing import Array, Format
+from .packing import Format
 
 _KINDS: dict[str, Format] = {"f32": "f32", "bf16": "bf16", "int8": "i8", "int8-g": "i8g", "int4-g": "i4"}
 _NAMES = {kind: name for name, kind in _KINDS.items()}
@@ -54,13 +56,13 @@ class MatrixFormat:
         if self.kind == "f32":
             return [packing.pack_f32(value)]
         if self.kind == "bf16":
-            return [packing.pack_bf16(packing.to_bf16(value))]
+            return [packing.pack_bf16(quantizers.to_bf16(value))]
         if self.kind == "i8":
-            return list(packing.pack_int8(*packing.quantize_int8(value)))
+            return list(packing.pack_int8(*quantizers.quantize_int8(value)))
         group = cast(int, self.group)
         if self.kind == "i8g":
-            return list(packing.pack_int8_groups(*packing.quantize_int8_groups(value, group)))
-        return list(packing.pack_int4(*packing.quantize_int4(value, group, search=True)))
+            return list(packing.pack_int8_groups(*quantizers.quantize_int8_groups(value, group)))
+        return list(packing.pack_int4(*quantizers.quantize_int4(value, group, search=True)))
 
     def unpack(self, tensors: list[Array], shape: tuple[int, int]) -> Array:
         """The float32 matrix that packed tensors stand for."""

@@ -13,14 +13,15 @@ from ...passes.graph import calls
 from ...passes.graph import phases as phases_of
 from ...passes.insert_kv_cache import KvCacheShape
 from ...passes.plan_memory import MemoryPlan
-from ...runtime.program import ABI_VERSION, KV_ITEM_BYTES, MAX_THREADS, KvCacheSpec, Phase, Program, Scheme
+from ...runtime.program import ABI_VERSION, KV_ITEM_BYTES, MAX_THREADS, CpuProgram, KvCacheSpec, Phase, Scheme
+from ..backend import ModelShape
 from . import packing
 from .lower import KernelCall, WeightList, lower_phase
 from .weight_layout import StoredWeight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CpuProgram:
+class LoweredCpu:
     """Everything that is built for one CPU target but the libraries."""
 
     model: str
@@ -51,9 +52,9 @@ class CpuProgram:
             phases=[{"name": name, "calls": calls} for name, calls in self.phases.items()],
         )
 
-    def describe(self, libraries: dict[str, str], machine: str) -> Program:
+    def describe(self, libraries: dict[str, str], machine: str) -> CpuProgram:
         """program.json; `libraries` maps levels to file names, `machine` is what they are built for."""
-        return Program(
+        return CpuProgram(
             abi_version=ABI_VERSION,
             target=self.target,
             backend="cpu",
@@ -66,13 +67,19 @@ class CpuProgram:
             kv_cache=self.kv_cache,
             weights=[spec for weight in self.weights for spec in weight.specs()],
             libraries=libraries,
-            phases=[Phase(name=name, calls=[call.describe() for call in calls]) for name, calls in self.phases.items()],
+            phases=[
+                Phase(
+                    name=name,
+                    max_tokens=self.max_tokens,
+                    single_token=name == "decode",
+                    calls=[call.describe() for call in calls],
+                )
+                for name, calls in self.phases.items()
+            ],
         )
 
 
-def lower(
-    module: fx.GraphModule, *, model: str, target: str, scheme: Scheme, vocab_size: int, context_length: int, max_tokens: int
-) -> CpuProgram:
+def lower(module: fx.GraphModule, *, model: ModelShape, target: str, scheme: Scheme, max_tokens: int) -> LoweredCpu:
     """Lower a module that went through the CPU pipeline."""
     plans = cast("dict[str, MemoryPlan]", module.meta["memory"])
     cache = cast(KvCacheShape, module.meta["kv_cache"])
@@ -80,17 +87,17 @@ def lower(
     workspace_offset = max(plan.arena_bytes for plan in plans.values())
     kernels = {
         name: lower_phase(graph, plans[name], weights, kv_dtype=scheme.kv, workspace_offset=workspace_offset)
-        for name, graph in phases_of(module).items()
+        for name, graph in reversed(phases_of(module).items())  # the most special first
     }
     block_values = cache.num_layers * 2 * cache.num_kv_heads * cache.head_dim * cache.block_size
-    return CpuProgram(
-        model=model,
+    return LoweredCpu(
+        model=model.name,
         target=target,
         scheme=scheme,
-        vocab_size=vocab_size,
-        context_length=context_length,
+        vocab_size=model.vocab_size,
+        context_length=model.context_length,
         max_tokens=max_tokens,
-        arena_bytes=workspace_offset + _workspace_bytes(module, cache, max_tokens, context_length),
+        arena_bytes=workspace_offset + _workspace_bytes(module, cache, max_tokens, model.context_length),
         kv_cache=KvCacheSpec(
             dtype=scheme.kv,
             num_layers=cache.num_layers,

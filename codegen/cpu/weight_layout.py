@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from ...runtime.program import WeightSpec
 from ...runtime.weights import tensor_bytes
+from .. import quantizers
+from ..quantizers import Array
 from . import packing
 from .formats import MatrixFormat
-from .packing import Array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,18 +28,23 @@ class StoredWeight:
     glu: bool = False
     offset: float = 0.0
 
+    @property
+    def kind(self) -> str:
+        """The format as reports name it."""
+        return str(self.format) if self.format else "vectors"
+
     def specs(self) -> list[WeightSpec]:
         """The tensors in the order in which a program takes their pointers."""
         rows = self._padded_rows()
         if self.format is None:
             return [WeightSpec(name=self.name, dtype="F32", shape=[rows])]
-        blocks, columns = rows // packing.BLOCK, packing.round_up(self.shape[1], packing.COLUMN_ALIGN)
+        blocks, columns = rows // packing.BLOCK, quantizers.round_up(self.shape[1], quantizers.COLUMN_ALIGN)
         data = WeightSpec(name=self.name, dtype=self.format.dtype, shape=self.format.data_shape(blocks, columns))
         if self.format.kind == "i8":
             return [data, WeightSpec(name=f"{self.name}.scale", dtype="F32", shape=[rows])]
         if self.format.group is not None:
-            even = packing.round_up(blocks, 2)  # so that its bytes are a multiple of 64, as every tensor's
-            shape = [even, packing.num_groups(self.shape[1], self.format.group), packing.BLOCK]
+            even = quantizers.round_up(blocks, 2)  # so that its bytes are a multiple of 64, as every tensor's
+            shape = [even, quantizers.num_groups(self.shape[1], self.format.group), packing.BLOCK]
             return [data, WeightSpec(name=f"{self.name}.scale", dtype="F16", shape=shape)]
         return [data]
 
@@ -61,17 +66,11 @@ class StoredWeight:
 
     def _padded_rows(self) -> int:
         if self.glu:  # each half is padded on its own
-            return 2 * packing.round_up(self.shape[0] // 2, packing.BLOCK)
-        return packing.round_up(self.shape[0], packing.BLOCK)
+            return 2 * quantizers.round_up(self.shape[0] // 2, packing.BLOCK)
+        return quantizers.round_up(self.shape[0], packing.BLOCK)
 
 
 def _pad_blocks(tensor: Array, blocks: int) -> Array:
     """Zeros after the last block."""
     missing = blocks - tensor.shape[0]
     return np.pad(tensor, [(0, missing), *[(0, 0)] * (tensor.ndim - 1)]) if missing else tensor
-
-
-def packed(weights: list[StoredWeight], read: Callable[[str], Array]) -> Iterator[tuple[WeightSpec, Array]]:
-    """Every tensor of a program in order; `read(name)` gives a graph weight in float32. One weight is in memory at a time."""
-    for weight in weights:
-        yield from zip(weight.specs(), weight.tensors(read(weight.name)), strict=True)

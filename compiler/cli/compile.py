@@ -11,7 +11,7 @@ from ...errors import MissingExtraError
 from .output import json_option, note, print_json, print_table
 
 if TYPE_CHECKING:
-    from ..report import CompileReport
+    from ..report import CompileReport, TargetReport
 
 
 _TOLERANCE = "1e-4"
@@ -38,15 +38,22 @@ class _CompileCommand(click.Command):
 
 @click.command(name="compile", cls=_CompileCommand)
 @click.argument("model")
-@click.option("--target", help="What to compile for, as device-scheme: see 'llmc targets'. [default: cpu-int8]")
+@click.option(
+    "--target", help="What to compile for, as device-scheme, or several with commas: see 'llmc targets'. [default: cpu-int8]"
+)
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="The bundle. [default: NAME.llmc]")
 @click.option(
     "--quantization",
-    help="In place of the target's scheme: f32, bf16, int8 (groups of 128), int4 (groups of 32), int8-channel, "
-    "int8-g32/64/128 or int4-g32/64/128.",
+    help="In place of the target's scheme: bf16, int8, int4 or int4-g32/64/128; on CPUs also f32, int8-channel or "
+    "int8-g32/64/128; on GPUs also fp8.",
 )
-@click.option("--kv-dtype", default="auto", show_default=True, help="KV cache: bf16 or f32; auto is f32 for f32 models.")
-@click.option("--max-tokens", type=int, default=512, show_default=True, help="Most tokens one step may take.")
+@click.option(
+    "--kv-dtype",
+    default="auto",
+    show_default=True,
+    help="KV cache: bf16; f32 on CPUs; fp8 or int8 on GPUs. auto is f32 for f32 models, else bf16.",
+)
+@click.option("--max-tokens", type=int, help="Most tokens one step may take. [default: 512 on CPUs, 4096 on GPUs]")
 @click.option("--cpu-levels", help="Instruction-set levels to build, such as avx2,avx512 or native. [default: all]")
 @click.option("--config", type=click.Path(path_type=Path), help="A config.json in place of the model's own.")
 @click.option("--num-layers", type=int, help="Compile only the first N layers.")
@@ -66,7 +73,7 @@ def command(
     output: Path | None,
     quantization: str | None,
     kv_dtype: str,
-    max_tokens: int,
+    max_tokens: int | None,
     cpu_levels: str | None,
     config: Path | None,
     num_layers: int | None,
@@ -112,29 +119,40 @@ def command(
 
 
 def _print_summary(report: CompileReport) -> None:
-    click.echo(f"{report.model} ({report.architecture}, {report.num_parameters / 1e6:.1f} M parameters) for {report.target}")
-    rows = [
-        (r.name, ", ".join(f"{k} {v}" for k, v in r.matches.items() if v) or "-", _operators(r.operators_after))
-        for r in report.passes
-    ]
-    print_table(("pass", "matches", "operators after"), rows)
-    for name, error in report.verify_errors.items():
-        click.echo(f"verified {name}: relative logit error {error:.1e}")
-    if report.weight_bytes:
-        weights = ", ".join(f"{name} {size / 1e6:.1f} MB" for name, size in report.weight_bytes.items())
-        calls = ", ".join(f"{name} {count}" for name, count in report.kernel_calls.items())
-        click.echo(f"weights: {weights}")
-        click.echo(f"kernel calls: {calls}; arena {report.arena_bytes / 1e6:.1f} MB, KV {report.kv_bytes_per_token} B/token")
+    click.echo(
+        f"{report.model} ({report.architecture}, {report.num_parameters / 1e6:.1f} M parameters) for {', '.join(report.targets)}"
+    )
+    for name, target in report.targets.items():
+        if len(report.targets) > 1:
+            click.echo(f"target {name}:")
+        _print_target(target)
     for text in report.notes:
         note(f"note: {text}")
     seconds = ", ".join(f"{name} {value:.1f}" for name, value in report.stage_seconds.items())
     click.echo(f"seconds: {seconds}")
     if report.output is not None:
+        for name, size in report.weight_files.items():
+            click.echo(f"{name}: {size / 1e6:.1f} MB")
         click.echo(
             f"wrote {report.output} ({report.bundle_bytes / 1e6:.1f} MB); try: llmc run {report.output} -p 'Once upon a time'"
         )
     else:
         click.echo("wrote no bundle")
+
+
+def _print_target(target: TargetReport) -> None:
+    rows = [
+        (r.name, ", ".join(f"{k} {v}" for k, v in r.matches.items() if v) or "-", _operators(r.operators_after))
+        for r in target.passes
+    ]
+    print_table(("pass", "matches", "operators after"), rows)
+    for name, error in target.verify_errors.items():
+        click.echo(f"verified {name}: relative logit error {error:.1e}")
+    if target.weight_bytes:
+        weights = ", ".join(f"{name} {size / 1e6:.1f} MB" for name, size in target.weight_bytes.items())
+        calls = ", ".join(f"{name} {count}" for name, count in target.kernel_calls.items())
+        click.echo(f"weights: {weights}")
+        click.echo(f"kernel calls: {calls}; arena {target.arena_bytes / 1e6:.1f} MB, KV {target.kv_bytes_per_token} B/token")
 
 
 def _operators(counts: dict[str, int]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -16,13 +17,23 @@ from .output import json_option, print_json, print_table
 @click.argument("bundle_or_dump", type=click.Path(path_type=Path))
 @click.option("--pass", "pass_name", metavar="PASS", help="Print the graph after this pass.")
 @click.option("--diff", nargs=2, metavar="A B", help="Print how the graph differs between two passes.")
-@click.option("--kernels", is_flag=True, help="Print the kernel calls of each phase.")
+@click.option(
+    "--kernels", is_flag=True, help="Print the kernels of each phase, with what they need and the least time they can take."
+)
+@click.option("--target", help="Whose passes and weights to show. [default: the first]")
 @json_option
-def command(bundle_or_dump: Path, pass_name: str | None, diff: tuple[str, str] | None, kernels: bool, as_json: bool) -> None:
+def command(
+    bundle_or_dump: Path,
+    pass_name: str | None,
+    diff: tuple[str, str] | None,
+    kernels: bool,
+    target: str | None,
+    as_json: bool,
+) -> None:
     """Show passes, operators, weights, memory and targets of BUNDLE_OR_DUMP, a bundle or a --dump-ir folder."""
     if sum((pass_name is not None, diff is not None, kernels)) > 1:
         raise UsageError("inspect: --pass, --diff and --kernels exclude each other; give one of them")
-    inspection = open_inspection(bundle_or_dump)
+    inspection = open_inspection(bundle_or_dump, target)
     if pass_name is not None:
         text = inspection.graph(pass_name)
         print_json({"pass": pass_name, "graph": text}) if as_json else click.echo(text, nl=False)
@@ -60,14 +71,46 @@ def _print_overview(inspection: Inspection) -> None:
 
 
 def _print_kernels(inspection: Inspection, as_json: bool) -> None:
-    calls = inspection.kernel_calls()
+    calls, tables = inspection.kernel_calls(), inspection.kernels()
     if as_json:
-        print_json({"kernel_calls": calls})
+        print_json({"kernel_calls": calls, "kernels": tables})
         return
     rows = [
         (target, phase, str(index), str(call["kernel"]), str(call["node"]))
         for target, phases in calls.items()
+        if target not in tables
         for phase, entries in phases.items()
         for index, call in enumerate(entries)
     ]
-    print_table(("target", "phase", "#", "kernel", "value"), rows)
+    if rows:
+        print_table(("target", "phase", "#", "kernel", "value"), rows)
+    for target, kernels in tables.items():
+        click.echo(f"target {target}:")
+        print_table(_KERNEL_COLUMNS, [_kernel_row(kernel) for kernel in kernels])
+
+
+_KERNEL_COLUMNS = (
+    "phase",
+    "kernel",
+    "calls",
+    "arch",
+    "shared",
+    "registers",
+    "spills",
+    "matrix",
+    "MB",
+    "GFLOP",
+    "floor us",
+    "bound",
+)
+
+
+def _kernel_row(kernel: dict[str, Any]) -> tuple[str, ...]:
+    """One line of the table; bytes, operations and floor are those of one call at the reference batch of the phase."""
+    names = ("phase", "kernel", "calls", "arch", "shared_bytes", "registers", "spill_bytes")
+    matrix = " ".join(sorted(kernel["matrix_instructions"])) or "-"
+    floor = ("-", "-", "-", "-")
+    if kernel["floor_us"] is not None:
+        figures = (kernel["bytes"] / 1e6, kernel["operations"] / 1e9, kernel["floor_us"])
+        floor = (*(f"{figure:.3g}" for figure in figures), kernel["bound"])
+    return (*(str(kernel[name]) for name in names), matrix, *floor)

@@ -11,6 +11,7 @@ import click
 from ...errors import RequestError, UsageError
 from ...runtime import Engine, Output, SamplingParams, load
 from ...runtime.prompt import Prompt
+from ...runtime.selection import EXECUTORS, ExecutorName
 from .output import json_option, note, print_json
 
 
@@ -26,9 +27,16 @@ from .output import json_option, note, print_json
 @click.option("--seed", type=int, help="The same seed gives the same tokens.")
 @click.option("--stop", multiple=True, help="End before this text; may be given several times.")
 @click.option("--ignore-eos", is_flag=True, help="Go on past the end of the sequence.")
-@click.option("--target", help="Which of the bundle's targets to run [default: the first that runs here].")
+@click.option("--target", help="Which of the bundle's targets to run [default: the best that runs here].")
+@click.option(
+    "--executor",
+    type=click.Choice(EXECUTORS),
+    default="auto",
+    show_default=True,
+    help="What to run it with; the interpreter runs GPU targets on a CPU, slowly.",
+)
 @click.option("--num-threads", type=click.IntRange(1, 256), help="CPU threads [default: LLMC_NUM_THREADS, or all].")
-@click.option("--stats", is_flag=True, help="Print a line of timings on stderr.")
+@click.option("--stats", is_flag=True, help="Print on stderr what ran it and how fast.")
 @json_option
 def command(
     bundle: Path,
@@ -43,6 +51,7 @@ def command(
     stop: tuple[str, ...],
     ignore_eos: bool,
     target: str | None,
+    executor: ExecutorName,
     num_threads: int | None,
     stats: bool,
     as_json: bool,
@@ -63,7 +72,7 @@ def command(
     )
     text = _read_prompt(prompt)
     started = time.perf_counter()
-    with load(bundle, target=target, num_threads=num_threads, max_num_seqs=1) as engine:
+    with load(bundle, target=target, executor=executor, num_threads=num_threads, max_num_seqs=1) as engine:
         load_ms = (time.perf_counter() - started) * 1e3
         if chat and not engine.has_chat_template:
             raise UsageError(f"--chat: {bundle} has no chat template; leave out --chat")
@@ -77,11 +86,13 @@ def command(
                 {
                     **result,
                     "chat": use_chat,
+                    "target_choice": engine.target_choice,
                     "device": engine.executor.description,
                     "stats": {**output.stats.to_dict(), "load_ms": load_ms},
                 }
             )
         if stats:
+            note(engine.target_choice)
             note(_stats_line(output, load_ms, engine.executor.description))
 
 

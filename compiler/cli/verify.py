@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 import click
@@ -15,7 +16,10 @@ from .output import json_option, note, print_json, print_table
 @click.argument("bundle", type=click.Path(path_type=Path))
 @json_option
 def command(bundle: Path, as_json: bool) -> None:
-    """Check BUNDLE: sizes and SHA-256 of all files, and of each target the program, weights, library and tokenizer.
+    """Check BUNDLE: sizes and SHA-256 of all files, and of each target the program, weights, tokenizer, and library or kernels.
+
+    What the kernels of a GPU target are built for is read from their binaries; --json lists them all with their shared memory,
+    registers and spills. Neither a GPU nor Triton is needed.
 
     The exit code is 0 if all is well, 1 if a check failed, and 2 if BUNDLE is not a bundle at all.
     """
@@ -23,7 +27,8 @@ def command(bundle: Path, as_json: bool) -> None:
     problems = report.problems
     if as_json:
         checks = [{"subject": check.subject, "detail": check.detail, "problem": check.problem} for check in report.checks]
-        print_json({"ok": not problems, "checks": checks, "extra_files": report.extra_files})
+        kernels = [asdict(kernel) for kernel in report.kernels]
+        print_json({"ok": not problems, "checks": checks, "kernels": kernels, "extra_files": report.extra_files})
     else:
         rows = [(check.subject, check.detail, "FAILED" if check.problem else "ok") for check in report.checks]
         print_table(("checked", "", ""), rows)

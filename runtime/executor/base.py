@@ -1,4 +1,4 @@
-"""What the engine asks of a device: one step of the step contract, and sampling."""
+"""What the engine asks of a device: one step of the step contract, and sampling where the logits are."""
 
 from __future__ import annotations
 
@@ -58,6 +58,35 @@ class StepBatch:
         return cls(token_ids, positions, query_start, context_len, block_table, np.asarray(logit_rows, np.int32))
 
 
+class Logits(Protocol):
+    """The logits of one step, wherever they are; valid until the next step."""
+
+    @property
+    def num_rows(self) -> int:
+        """R, the rows that were asked for."""
+        ...
+
+    def numpy(self) -> Float32:
+        """`[R, vocab_size]` in the host's memory, in the order of the batch's `logit_rows`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class HostLogits:
+    """`Logits` that a program wrote to the host's memory."""
+
+    values: Float32  # [R, vocab_size]
+
+    @property
+    def num_rows(self) -> int:
+        """R."""
+        return len(self.values)
+
+    def numpy(self) -> Float32:
+        """The values in place."""
+        return self.values
+
+
 class Executor(Protocol):
     """A program on a device, with its weights, arena and KV pool."""
 
@@ -75,12 +104,17 @@ class Executor(Protocol):
         """Take the weights from the bundle, once their hash is known; raises BundleError. Before the first step."""
         ...
 
-    def step(self, batch: StepBatch) -> Float32:
-        """Logits `[R, vocab_size]`, valid until the next step; raises BundleError if the program refuses it."""
+    @property
+    def max_logit_rows(self) -> int:
+        """The most logits that one step may be asked for."""
         ...
 
-    def sample(self, logits: Float32, sampling: npt.NDArray[np.void]) -> Int32:
-        """One token id for each row of `logits`; `sampling` has one `SAMPLING_DTYPE` record for each row."""
+    def step(self, batch: StepBatch) -> Logits:
+        """Compute the batch, whose `logit_rows` are distinct; raises BundleError if the program refuses it."""
+        ...
+
+    def sample(self, logits: Logits, sampling: npt.NDArray[np.void]) -> Int32:
+        """One token id for each row of the last step's logits; `sampling` has one `SAMPLING_DTYPE` record for each row."""
         ...
 
     def close(self) -> None:

@@ -14,10 +14,11 @@ import numpy.typing as npt
 from ... import environment
 from ...errors import BundleError, UsageError
 from ..bundle import Bundle
-from ..memory import allocate, available_cpus
-from ..program import CPU_LEVELS, MAX_THREADS, check_abi
+from ..memory import address_of, allocate, available_bytes, available_cpus
+from ..pool_size import PoolSize
+from ..program import CPU_LEVELS, MAX_THREADS, CpuProgram, check_abi
 from .abi import Model, StepArgs
-from .base import Float32, Int32, StepBatch
+from .base import HostLogits, Int32, Logits, StepBatch
 
 logger = logging.getLogger("llmc.runtime")
 
@@ -29,25 +30,24 @@ _self_tests: dict[int, int] = {}  # by handle -> outcome; a process tests a libr
 class CpuExecutor:
     """An `Executor` over the C interface of docs/bundle.md."""
 
-    def __init__(self, bundle: Bundle, *, num_kv_blocks: int, num_threads: int | None, level: str | None) -> None:
+    def __init__(self, bundle: Bundle, *, pool: PoolSize, num_threads: int | None, level: str | None) -> None:
         """Open and test the library and map the memory; `level` forces an instruction-set level.
 
         Raises BundleError, CapacityError, and UsageError for a level that cannot be used here.
         """
         program = bundle.program
+        assert isinstance(program, CpuProgram)
         self._bundle = bundle  # keeps the weights mapped
         self._library, self.level = open_best_library(bundle, level)
         self.num_threads = min(num_threads or environment.NUM_THREADS.get() or available_cpus(), MAX_THREADS)
-        self.num_kv_blocks = num_kv_blocks
-        self._vocab_size = program.vocab_size
-        self._prefill = program.phase_index("prefill")
-        decode = program.phase_index("decode")
-        self._decode = self._prefill if decode is None else decode
+        self.num_kv_blocks = pool.on_host(available_bytes() // 2)
+        self.max_logit_rows = program.max_tokens
+        self._program = program
         self._arena = allocate(program.arena_bytes, "arena")
-        self._kv_pool = allocate(num_kv_blocks * program.kv_cache.bytes_per_block, "KV pool")
+        self._kv_pool = allocate(self.num_kv_blocks * program.kv_cache.bytes_per_block, "KV pool")
         self._model = Model(
-            arena=_address(self._arena),
-            kv_pool=_address(self._kv_pool),
+            arena=address_of(self._arena),
+            kv_pool=address_of(self._kv_pool),
             max_tokens=program.max_tokens,
             num_threads=self.num_threads,
         )
@@ -65,13 +65,13 @@ class CpuExecutor:
         self._weights = (ctypes.c_void_p * max(len(addresses), 1))(*addresses)
         self._model.weights = ctypes.cast(self._weights, ctypes.c_void_p)
 
-    def step(self, batch: StepBatch) -> Float32:
-        """Logits `[R, vocab_size]`, valid until the next step; raises BundleError if the program refuses it."""
+    def step(self, batch: StepBatch) -> Logits:
+        """Compute the batch; raises BundleError if the program refuses it."""
         num_tokens, num_seqs, num_rows = len(batch.token_ids), len(batch.context_len), len(batch.logit_rows)
         if num_rows > len(self._logits):
-            self._logits = np.empty((num_rows, self._vocab_size), np.float32)
+            self._logits = np.empty((num_rows, self._program.vocab_size), np.float32)
         args = StepArgs(
-            phase=self._decode if num_tokens == num_seqs else self._prefill,
+            phase=self._program.phase_for(num_tokens, single_token=num_tokens == num_seqs),
             num_tokens=num_tokens,
             num_seqs=num_seqs,
             max_blocks=batch.block_table.shape[1],
@@ -90,22 +90,23 @@ class CpuExecutor:
                 f"the {self.level} program refused a step of {num_tokens} tokens: code {code} "
                 f"({_STEP_ERRORS.get(code, 'unknown')}); compile the bundle again, and report it if it recurs"
             )
-        return self._logits[:num_rows]
+        return HostLogits(self._logits[:num_rows])
 
-    def sample(self, logits: Float32, sampling: npt.NDArray[np.void]) -> Int32:
+    def sample(self, logits: Logits, sampling: npt.NDArray[np.void]) -> Int32:
         """One token id for each row of `logits`; `sampling` has one `SAMPLING_DTYPE` record for each row."""
-        token_ids = np.empty(len(logits), np.int32)
+        values = logits.numpy()
+        token_ids = np.empty(len(values), np.int32)
         code = self._library.llmc_sample(
-            logits.ctypes.data,
-            len(logits),
-            self._vocab_size,
+            values.ctypes.data,
+            len(values),
+            self._program.vocab_size,
             sampling.ctypes.data,
             self.num_threads,
             token_ids.ctypes.data,
             None,
         )
         if code:
-            raise BundleError(f"the {self.level} program refused to sample {len(logits)} rows: code {code}")
+            raise BundleError(f"the {self.level} program refused to sample {len(values)} rows: code {code}")
         return token_ids
 
     def close(self) -> None:
@@ -117,25 +118,22 @@ class CpuExecutor:
         self._logits = self._logits[:0].copy()
 
 
-def _address(memory: object) -> int:
-    # The array is gone after this line, so that it does not keep the mapping from being closed.
-    return int(np.frombuffer(memory, np.uint8).ctypes.data)  # type: ignore[call-overload]
-
-
 def open_best_library(bundle: Bundle, forced: str | None) -> tuple[ctypes.CDLL, str]:
     """The library to use and its level: the best that this machine has and whose self test passes."""
-    portable = _open(bundle, "portable")
+    program = bundle.program
+    assert isinstance(program, CpuProgram)
+    portable = _open(bundle, program.libraries["portable"])
     highest = portable.llmc_cpu_level()
     if not 0 <= highest < len(CPU_LEVELS):
         raise BundleError(f"{bundle.root}: llmc_cpu_level returned {highest}, expected 0 to {len(CPU_LEVELS) - 1}")
-    levels = [level for level in reversed(CPU_LEVELS[: highest + 1]) if level in bundle.program.libraries]
+    levels = [level for level in reversed(CPU_LEVELS[: highest + 1]) if level in program.libraries]
     if forced is not None:
         if forced not in levels:
             raise UsageError(f"level {forced!r} cannot be used; this machine and bundle have {', '.join(levels)}")
         levels = [forced]
     failures: list[str] = []
     for level in levels:
-        library = portable if level == "portable" else _open(bundle, level)
+        library = portable if level == "portable" else _open(bundle, program.libraries[level])
         outcome = _self_test(portable, library)
         if outcome == 0:
             if failures:
@@ -145,8 +143,8 @@ def open_best_library(bundle: Bundle, forced: str | None) -> tuple[ctypes.CDLL, 
     raise BundleError(f"{bundle.root}: no library of target {bundle.entry.name!r} works here: {'; '.join(failures)}")
 
 
-def _open(bundle: Bundle, level: str) -> ctypes.CDLL:
-    path, data = bundle.library(level)
+def _open(bundle: Bundle, file: str) -> ctypes.CDLL:
+    path, data = bundle.beside_program(file)
     try:
         library = _load_library(path, data)
         library.llmc_abi_version.argtypes = ()

@@ -34,8 +34,9 @@ def test_compile_run_inspect_verify(tiny_checkpoint: Callable[..., Path], tmp_pa
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["output"] == str(out)
-    assert report["passes"][0]["name"] == "canonicalise"
-    assert report["weight_bytes"]["int8-g128"] > 0
+    target = report["targets"]["cpu-int8"]
+    assert target["passes"][0]["name"] == "canonicalise"
+    assert target["weight_bytes"]["int8-g128"] > 0
     assert _llmc("verify", out).returncode == 0
     ran = json.loads(_llmc("run", out, "-p", "ab", "-n", 5, "--ignore-eos", "--json").stdout)
     assert len(ran["token_ids"]) == 5

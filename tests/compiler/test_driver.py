@@ -52,10 +52,11 @@ def test_verify_each_accepts_every_pass(tiny_checkpoint: Callable[..., Path], ar
     report = llmc.compile(
         tiny_checkpoint(architecture), target="cpu-int8", quantization=quantization, verify_each=1e-4, dry_run=True
     )
-    assert set(report.verify_errors) >= {"canonicalise", "fuse-rope", "insert-kv-cache", "split-phases"}
-    lossless = {name: error for name, error in report.verify_errors.items() if name != "quantize"}
+    errors = next(iter(report.targets.values())).verify_errors
+    assert set(errors) >= {"canonicalise", "fuse-rope", "insert-kv-cache", "split-phases"}
+    lossless = {name: error for name, error in errors.items() if name != "quantize"}
     assert max(lossless.values()) < 1e-4
-    assert (report.verify_errors.get("quantize", 0.0) > 1e-4) == (quantization == "int8")
+    assert (errors.get("quantize", 0.0) > 1e-4) == (quantization == "int8")
 
 
 def test_verify_each_names_the_pass_that_breaks_the_numbers(
@@ -76,7 +77,7 @@ def test_verify_each_names_the_pass_that_breaks_the_numbers(
 
 def test_stop_after_leaves_no_bundle(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     report = llmc.compile(tiny_checkpoint("llama"), target="cpu-f32", stop_after="fuse-qkv", output=tmp_path / "x.llmc")
-    assert [r.name for r in report.passes][-1] == "fuse-qkv"
+    assert [r.name for r in report.targets["cpu-f32"].passes][-1] == "fuse-qkv"
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(UsageError, match="no pass is called 'fuse-everything'"):
         llmc.compile(tiny_checkpoint("llama"), target="cpu-f32", stop_after="fuse-everything")
@@ -219,7 +220,7 @@ def test_a_kill_in_the_middle_leaves_no_bundle(
 def test_unknown_options_are_refused(tiny_checkpoint: Callable[..., Path]) -> None:
     with pytest.raises(UsageError, match="unknown option 'quantisation'"):
         llmc.compile(tiny_checkpoint("llama"), target="cpu-f32", quantisation="int8")
-    with pytest.raises(UsageError, match="choose one of f32, bf16, int8, int4"):
+    with pytest.raises(UsageError, match="does not run 'int3'; it runs f32, bf16, int8, int4"):
         llmc.compile(tiny_checkpoint("llama"), target="cpu-f32", quantization="int3")
 
 

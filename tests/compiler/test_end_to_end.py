@@ -10,9 +10,8 @@ import llmc
 import numpy as np
 import pytest
 import torch
+from llmc.codegen.cpu.backend import QUANTIZATIONS
 from llmc.codegen.cpu.formats import decode_matrix
-from llmc.compiler.options import CompileOptions
-from llmc.targets import resolve_target
 
 LENGTHS = (1, 2, 7, 63, 64, 65, 300)  # one token, around the block and tile sizes, past the window and the step's token limit
 DECODE_STEPS = 40
@@ -73,7 +72,7 @@ def test_quantised_logits_are_those_of_the_decoded_weights(
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 2:
-                formats = CompileOptions(model="", quantization=quantization).quantize_options(resolve_target("cpu-f32"))
+                formats = QUANTIZATIONS[quantization]
                 stored = formats.head if "embed_tokens" in name or "lm_head" in name else formats.weights
                 parameter.copy_(torch.from_numpy(decode_matrix(parameter.numpy(), stored)))
     tokens = _tokens(100)

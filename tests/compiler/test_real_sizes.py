@@ -19,9 +19,10 @@ def test_dry_run(config: Path) -> None:
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     layers = json.loads(config.read_text())["num_hidden_layers"]
-    assert report["operators"]["llmc.rope_paged_attention"] == 2 * layers
-    assert report["operators"]["llmc.linear_glu"] == 2 * layers
-    assert {name.split(".")[0] for name in report["operators"]} == {"llmc", "getitem"}
+    operators = report["targets"]["cpu-int4"]["operators"]
+    assert operators["llmc.rope_paged_attention"] == 2 * layers
+    assert operators["llmc.linear_glu"] == 2 * layers
+    assert {name.split(".")[0] for name in operators} == {"llmc", "getitem"}
     assert report["peak_rss_bytes"] < 4e9
     billions = float(config.stem.split("-")[-1].removesuffix("b"))
     assert abs(report["num_parameters"] / 1e9 - billions) / billions < 0.2

@@ -9,14 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from llmc.codegen import ProgramOptions, make_backend
 from llmc.compiler.checkpoint import open_checkpoint
 from llmc.compiler.eager import evaluate
 from llmc.compiler.trace import trace
 from llmc.compiler.weights import WeightStore
 from llmc.passes.base import Pass, PassResult
 from llmc.passes.graph import operator_counts, phases
-from llmc.passes.pipelines import cpu_pipeline
-from llmc.passes.quantize import QuantizeOptions
+from llmc.passes.quantize import Quantize, QuantizeOptions
+from llmc.targets import resolve_target
 from torch import fx
 
 
@@ -58,20 +59,23 @@ class Stage:
 
 @pytest.fixture
 def before(tiny_checkpoint: Callable[..., Path]) -> Callable[..., Stage]:
-    """`before("fuse-rope", "llama")` -> the stage just before that pass; keyword arguments change the config."""
+    """`before("fuse-rope", "llama")` -> the stage just before that pass of the target's pipeline; keyword arguments change the config."""
 
     def make(
         name: str,
         architecture: str,
         quantization: QuantizeOptions = QuantizeOptions(),  # noqa: B008 - frozen
+        target: str = "cpu-f32",
         **overrides: Any,
     ) -> Stage:
         checkpoint = open_checkpoint(str(tiny_checkpoint(architecture, **overrides)))
         module = trace(checkpoint.config)
-        pipeline = cpu_pipeline(quantization=quantization, max_tokens=64, operand_row_bytes=lambda format, width: 4 * width)
-        for step in pipeline:
+        backend = make_backend(resolve_target(target), ProgramOptions(max_tokens=64, cache=Path("unused")))
+        for step in backend.pipeline():
+            if isinstance(step, Quantize) and target.startswith("cpu"):
+                step = Quantize(quantization)
             if step.name == name:
-                return Stage(module, step, WeightStore(checkpoint))
+                return Stage(module, step, WeightStore(checkpoint, backend.decode_matrix))
             step.run(module)
         raise AssertionError(f"no pass {name}")
 

@@ -13,6 +13,7 @@ import llmc
 import pytest
 from llmc.errors import BundleError, RequestError, UsageError
 from llmc.runtime import Bundle
+from llmc.runtime.devices import CudaSurvey
 from llmc.runtime.verification import verify_bundle
 
 WEIGHTS = "weights/cpu-f32.safetensors"
@@ -103,11 +104,15 @@ def test_a_manifest_that_is_none(bundle: Path, text: str) -> None:
         (["targets"], [], "targets"),
         (["targets", 0, "program"], None, "program"),
         (["targets", 0, "program"], "../program.json", "which is not in files"),
-        (["targets", 0, "weights"], "config.txt", "which is not in files"),
+        (["targets", 0, "weights"], "config.txt", "weights"),
+        (["targets", 0, "weights"], [], "weights"),
+        (["targets", 0, "weights"], ["config.txt"], "which is not in files"),
+        (["targets", 0, "weights"], [WEIGHTS, WEIGHTS], "lists a weight file twice"),
+        (["targets", 0, "weights"], ["config.json", WEIGHTS], "config.json: the header claims"),
         (["targets", 0, "name"], "cpu-int8", "target is 'cpu-f32', but the manifest lists it as 'cpu-int8'"),
         (["model"], None, "model"),
-        (["schema_version"], 2, "schema_version is 2, this llmc"),
-        (["schema_version"], 0, "schema_version is 0, expected 1"),
+        (["schema_version"], 3, "schema_version is 3, this llmc"),
+        (["schema_version"], 1, "schema_version is 1, this llmc 0.1.0 reads 2; compile the bundle again"),
         (["min_runtime"], "99.0.0", "needs llmc 99.0.0 or newer"),
         (["min_runtime"], "newest", "is not of the form 1.2.3"),
     ],
@@ -124,7 +129,7 @@ def test_wrong_values_in_the_manifest(bundle: Path, path: list[str | int], value
 
 def test_a_newer_schema_is_called_newer_even_if_its_fields_differ(bundle: Path) -> None:
     (bundle / "manifest.json").write_text('{"schema_version": 7, "min_runtime": "9.1", "everything": "else"}')
-    refused(bundle, "schema_version is 7", "reads up to 1", "upgrade llmc")
+    refused(bundle, "schema_version is 7", "reads up to 2", "upgrade llmc")
 
 
 def test_unknown_fields_and_unlisted_files_are_ignored(bundle: Path) -> None:
@@ -167,6 +172,10 @@ def test_a_linked_folder_that_leads_out(bundle: Path) -> None:
     refused(bundle, "a link that leads out of the bundle")
 
 
+def phase(name: str, **changes: object) -> dict[str, object]:
+    return {"name": name, "max_tokens": 32, "single_token": False, "calls": [], **changes}
+
+
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
@@ -183,7 +192,17 @@ def test_a_linked_folder_that_leads_out(bundle: Path) -> None:
         ({"libraries": {"portable": "other.so"}}, "'other.so' is not among the manifest's files"),
         ({"libraries": {"portable": "libportable.so", "sse9": "x.so"}}, "unknown library levels ['sse9']"),
         ({"phases": []}, "phases"),
-        ({"phases": [{"name": "decode", "calls": []}]}, "no phase is called 'prefill'"),
+        ({"phases": [phase("decode")]}, "the last phase is 'decode' for at most 32, expected 'prefill' for any 32 tokens"),
+        ({"phases": [phase("prefill"), phase("decode")]}, "the last phase is 'decode'"),
+        (
+            {"phases": [phase("prefill", max_tokens=31)]},
+            "the last phase is 'prefill' for at most 31, expected 'prefill' for any 32",
+        ),
+        ({"phases": [phase("prefill", single_token=True)]}, "the last phase is 'prefill' for single tokens, at most 32"),
+        (
+            {"phases": [phase("decode", max_tokens=33), phase("prefill")]},
+            "phase 'decode' is for 33 tokens, but max_tokens is 32",
+        ),
         (
             {"weights": [{"name": "seed", "dtype": "BF16", "shape": [32]}]},
             "is F32 [16], but program.json says BF16 [32]",
@@ -198,7 +217,8 @@ def test_a_linked_folder_that_leads_out(bundle: Path) -> None:
             "are absent, first 'b'",
         ),
         ({"weights": [{"name": "seed", "dtype": "F32", "shape": [16]}] * 2}, "listed more than once"),
-        ({"backend": "cuda"}, "is for backend 'cuda'; this runtime runs cpu"),
+        ({"backend": "cuda"}, "not a program description"),
+        ({"backend": "tpu"}, "backend is 'tpu', expected one of cpu, cuda, rocm; upgrade llmc"),
         ({"machine": "aarch64-linux"}, "is for aarch64-linux; this machine is x86_64-linux"),
     ],
 )
@@ -210,8 +230,8 @@ def test_wrong_programs(build_bundle: Callable[..., Path], tmp_path: Path, chang
     ("key", "value", "text"),
     [
         ("block_size", 32, "block_size is 32, expected 16"),
-        ("dtype", "int8", "dtype is 'int8', expected one of f32, bf16"),
-        ("bytes_per_block", 64, "bytes_per_block is 64, but 2 * 1 layers * 1 heads * 1 * 16 tokens * 4 bytes = 128"),
+        ("dtype", "int4", "dtype is 'int4', expected one of f32, bf16, fp8, int8"),
+        ("bytes_per_block", 64, "bytes_per_block is 64, but 2 * 1 layers * 1 heads * 16 tokens * 4 bytes = 128"),
         ("bytes_per_block", 160, "expected a multiple of 64"),
         ("num_layers", 0, "num_layers"),
     ],
@@ -344,16 +364,24 @@ def test_sizes_only_skips_the_hashes(bundle: Path) -> None:
 
 
 def test_the_target_is_the_first_that_runs_here(build_bundle: Callable[..., Path], tmp_path: Path) -> None:
-    mixed = build_bundle(tmp_path / "mixed", targets=("h100-fp8", "cpu-f32", "cpu-int8"))
-    assert Bundle.open(mixed).entry.name == "cpu-f32"
-    assert Bundle.open(mixed, target="cpu-int8").entry.name == "cpu-int8"
-    refused(mixed, "is for backend 'cuda'", load=lambda path: llmc.load(path, target="h100-fp8"))
-    with pytest.raises(UsageError, match="no target 'cpu-int4'; the bundle holds h100-fp8, cpu-f32, cpu-int8"):
-        llmc.load(mixed, target="cpu-int4")
-    refused(build_bundle(tmp_path / "gpu", targets=("h100-fp8", "a100-int8")), "no target for this machine")
-    report = verify_bundle(mixed)
-    assert report.problems == []
-    assert [check.detail for check in report.checks if check.subject == "h100-fp8"] == ["not run here"]
+    two = build_bundle(tmp_path / "two", targets=("cpu-f32", "cpu-int8"))
+    assert Bundle.open(two).entry.name == "cpu-f32"
+    assert Bundle.open(two, target="cpu-int8").entry.name == "cpu-int8"
+    with pytest.raises(UsageError, match="no target 'cpu-int4'; the bundle holds cpu-f32, cpu-int8"):
+        llmc.load(two, target="cpu-int4")
+
+
+def test_without_a_driver_a_mixed_bundle_runs_on_the_cpu(
+    toy_bundle: Path, build_gpu_bundle: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llmc.runtime.bundle.survey_cuda", lambda: CudaSurvey(problem="there is no driver"))
+    mixed = build_gpu_bundle(tmp_path / "mixed", cpu_bundle=toy_bundle)
+    with llmc.load(mixed) as engine:
+        assert engine.executor.description.startswith("cpu (")
+        assert "h100-fp8: is for an NVIDIA GPU, but there is no driver" in engine.target_choice
+    refused(mixed, "but there is no driver", "--executor interpreter", load=lambda path: llmc.load(path, target="h100-fp8"))
+    targets = {"h100-fp8": ("cuda", "sm_90"), "mi300x-fp8": ("rocm", "gfx942")}
+    refused(build_gpu_bundle(tmp_path / "gpu", targets=targets), "no target runs here", "--executor interpreter")
 
 
 def test_verify_lists_every_problem(bundle: Path) -> None:

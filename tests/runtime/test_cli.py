@@ -13,6 +13,7 @@ from pathlib import Path
 import llmc
 import pytest
 from llmc.runtime import SamplingParams
+from llmc.runtime.devices import this_processor
 
 
 def run(*args: str | Path, stdin: str = "", **env: str) -> subprocess.CompletedProcess[str]:
@@ -31,9 +32,10 @@ def test_run_streams_the_text_of_the_engine(toy_bundle: Path) -> None:
     assert (result.returncode, result.stdout, result.stderr) == (0, raw.text + "\n", "")
     result = run("run", toy_bundle, "-p", "-", "--stats", *flags, stdin="the fox")
     assert (result.returncode, result.stdout) == (0, chat.text + "\n")
-    assert result.stderr.count("\n") == 1
-    assert f"{chat.stats.prompt_tokens} prompt + {len(chat.token_ids)} generated tokens" in result.stderr
-    assert "TTFT" in result.stderr
+    choice, timings = result.stderr.splitlines()
+    assert choice == f"target cpu-f32 on {this_processor()}"
+    assert f"{chat.stats.prompt_tokens} prompt + {len(chat.token_ids)} generated tokens" in timings
+    assert "TTFT" in timings
 
 
 def test_run_json_is_one_object(toy_bundle: Path) -> None:
@@ -126,10 +128,37 @@ def test_verify_tells_a_good_bundle_from_a_changed_one(toy_bundle: Path, tmp_pat
     assert len([check for check in report["checks"] if check["problem"]]) == 3
 
 
+def test_a_gpu_bundle_in_the_interpreter(gpu_bundle: Path) -> None:
+    flags = ("-p", "a", "--raw", "-n", "2", "--ignore-eos")
+    result = run("run", gpu_bundle, *flags, "--stats", "--executor", "interpreter")
+    assert result.returncode == 0
+    assert result.stderr.startswith("target h100-fp8 on Triton's interpreter, ")
+    result = run("run", gpu_bundle, *flags, "--json", "--executor", "interpreter")
+    assert json.loads(result.stdout)["device"] == "Triton's interpreter (sm_90 kernels)"
+    result = run("run", gpu_bundle, *flags, "--executor", "gpu")
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1)
+    result = run("run", gpu_bundle, *flags, LLMC_LOG="info", CUDA_VISIBLE_DEVICES="-1")
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1)
+    assert "--executor interpreter" in result.stderr
+
+
+def test_verify_lists_kernels(gpu_bundle: Path) -> None:
+    assert "5 kernels for sm_90" in run("verify", gpu_bundle).stdout
+    report = json.loads(run("verify", gpu_bundle, "--json").stdout)
+    assert report["ok"]
+    assert {kernel["name"] for kernel in report["kernels"]} > {"toy_embed", "toy_sample"}
+    assert {kernel["arch"] for kernel in report["kernels"]} == {"sm_90"}
+
+
+def test_the_choice_of_a_target_is_logged(toy_bundle: Path) -> None:
+    result = run("run", toy_bundle, "-p", "a", "-n", "1", LLMC_LOG="info")
+    assert result.stderr == f"INFO: target cpu-f32 on {this_processor()}\n"
+
+
 def test_targets() -> None:
     assert "cpu-int8" in run("targets").stdout
     names = [target["name"] for target in json.loads(run("targets", "--json").stdout)["targets"]]
-    assert names == ["cpu-f32", "cpu-bf16", "cpu-int8", "cpu-int4"]
+    assert {"cpu-f32", "cpu-bf16", "cpu-int8", "cpu-int4", "h100-fp8"} <= set(names)
 
 
 def test_help_and_version_need_no_verb_module() -> None:

@@ -80,7 +80,7 @@ int32_t llmc_guarded_call(int32_t (*function)(void)) {
 int32_t llmc_step(const llmc_model* model, const llmc_step_args* args) {
   if (args->num_tokens > model->max_tokens) return 1;
   if (args->phase < 0 || args->phase > 1) return 2;
-  if (args->phase == 1 && args->num_tokens != args->num_seqs) return 2;
+  if (args->phase == 0 && args->num_tokens != args->num_seqs) return 2;  // phase 0 is decode
   const float* weight = static_cast<const float*>(model->weights[0]);
   int32_t* pool = static_cast<int32_t*>(model->kv_pool);
   int32_t* scratch = static_cast<int32_t*>(model->arena);

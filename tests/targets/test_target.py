@@ -44,7 +44,7 @@ def test_capabilities() -> None:
     ("name", "text"),
     [
         ("cup-int8", "did you mean 'cpu-int8'"),
-        ("warp", "unknown target 'warp'; Valid: cpu-f32"),
+        ("warp", "unknown target 'warp'; Valid: a100-{bf16,int8,int4}, b200-{bf16"),
         ("cpu", "unknown target 'cpu'"),
         ("", "unknown target ''"),
         ("cpu-int9", "device 'cpu' has no scheme 'int9'; it has f32, bf16, int8, int4"),
@@ -91,3 +91,20 @@ def test_bad_device_files(tmp_path: Path, old: str, new: str, text: str) -> None
     assert text in str(caught.value)
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_every_gpu_states_its_facts_and_their_sources() -> None:
+    """What tiles, floors and checks are made of."""
+    gpus = {target.device.name: target for target in list_targets() if target.backend != "cpu"}
+    assert set(gpus) == {"h100", "h200", "a100", "rtx4090", "l40s", "b200", "mi300x"}
+    for target in gpus.values():
+        device = target.device
+        assert device.sources, device.name
+        assert device.memory_bytes
+        assert device.memory_bandwidth_bytes_per_s
+        assert device.num_processors
+        assert device.shared_memory_per_block_bytes
+        rates = {"bf16": "bf16", "int4": "bf16"}  # int4 weights are multiplied in bf16
+        assert {rates.get(scheme, scheme) for scheme in device.schemes} == set(device.peak_ops_per_s)
+        assert target.supports("fp8") == ("fp8" in device.peak_ops_per_s)
+    assert not gpus["a100"].supports("fp8")

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from llmc.codegen import quantizers
 from llmc.codegen.cpu import packing, toolchain
 from llmc.errors import ToolchainError
 from llmc.runtime.executor.abi import Model, StepArgs
@@ -115,13 +116,13 @@ def _pack(kind: Any, w: Array, group: int) -> tuple[Array, Array, Any]:
     if kind == "f32":
         data: Array = packing.pack_f32(w)
     elif kind == "bf16":
-        data = packing.pack_bf16(packing.to_bf16(w))
+        data = packing.pack_bf16(quantizers.to_bf16(w))
     elif kind == "i8":
-        data, scale = packing.pack_int8(*packing.quantize_int8(w))
+        data, scale = packing.pack_int8(*quantizers.quantize_int8(w))
     elif kind == "i8g":
-        data, scale = packing.pack_int8_groups(*packing.quantize_int8_groups(w, group))
+        data, scale = packing.pack_int8_groups(*quantizers.quantize_int8_groups(w, group))
     else:
-        data, scale = packing.pack_int4(*packing.quantize_int4(w, group))
+        data, scale = packing.pack_int4(*quantizers.quantize_int4(w, group))
     return packing.unpack(kind, data, scale, n, k, group), data, scale
 
 
@@ -166,7 +167,7 @@ class Cache:
         """Keys and values `[kv_heads, dim]` of one position, read as docs/bundle.md lays them out."""
         start = int(self.table[sequence, position // 16]) * self.block_bytes + self.layer * self.layer_bytes
         layer = self.pool[start : start + self.layer_bytes]
-        values = packing.from_bf16(layer.view(np.uint16)) if self.bf16 else layer.view(np.float32)
+        values = quantizers.from_bf16(layer.view(np.uint16)) if self.bf16 else layer.view(np.float32)
         k, v = values.reshape(2, -1)
         slot = position % 16
         if self.bf16:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from llmc.codegen import quantizers
 from llmc.codegen.cpu import packing
 
 
@@ -44,7 +45,7 @@ def _attend(q: Any, keys: Any, values: Any, positions: Any, scale: float, window
 
 
 def _rounded(x: Any, bf16: bool) -> Any:
-    return packing.from_bf16(packing.to_bf16(x)).astype(np.float64) if bf16 else x.astype(np.float64)
+    return quantizers.from_bf16(quantizers.to_bf16(x)).astype(np.float64) if bf16 else x.astype(np.float64)
 
 
 @pytest.mark.parametrize("bf16", [False, True])

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from llmc.codegen import quantizers
 from llmc.codegen.cpu import packing
 from llmc.codegen.cpu.formats import MatrixFormat
 from llmc.codegen.cpu.weight_layout import StoredWeight
@@ -27,12 +28,12 @@ def test_f32_and_bf16_round_trip(size: tuple[int, int]) -> None:
     n, k = size
     w = _w(n, k)
     data = packing.pack_f32(w)
-    assert data.shape == (-(-n // 16), packing.round_up(k, 64), 16)
+    assert data.shape == (-(-n // 16), quantizers.round_up(k, 64), 16)
     np.testing.assert_array_equal(packing.unpack("f32", data, None, n, k), w)
-    half = packing.to_bf16(w)
+    half = quantizers.to_bf16(w)
     packed = packing.pack_bf16(half)
-    assert packed.shape == (-(-n // 16), packing.round_up(k, 64) // 2, 16, 2)
-    np.testing.assert_array_equal(packing.unpack("bf16", packed, None, n, k), packing.from_bf16(half))
+    assert packed.shape == (-(-n // 16), quantizers.round_up(k, 64) // 2, 16, 2)
+    np.testing.assert_array_equal(packing.unpack("bf16", packed, None, n, k), quantizers.from_bf16(half))
     assert data.sum(dtype=np.float64) == pytest.approx(w.sum(dtype=np.float64), abs=1e-3)  # padding is zero
     assert packed.astype(np.int64).sum() == half.astype(np.int64).sum()
 
@@ -41,24 +42,24 @@ def test_f32_and_bf16_round_trip(size: tuple[int, int]) -> None:
 @given(sizes, st.sampled_from([32, 64, 128]))
 def test_integers_round_trip(size: tuple[int, int], group: int) -> None:
     n, k = size
-    q, scale = packing.quantize_int8(_w(n, k))
+    q, scale = quantizers.quantize_int8(_w(n, k))
     data, scales = packing.pack_int8(q, scale)
-    assert data.shape == (-(-n // 16), packing.round_up(k, 64) // 4, 16, 4)
-    assert scales.shape == (packing.round_up(n, 16),)
+    assert data.shape == (-(-n // 16), quantizers.round_up(k, 64) // 4, 16, 4)
+    assert scales.shape == (quantizers.round_up(n, 16),)
     np.testing.assert_array_equal(packing.unpack("i8", data, scales, n, k), q * scale[:, None])
     assert data.astype(np.int64).sum() == q.astype(np.int64).sum() + 128 * data.size
 
-    groups = packing.num_groups(k, group)
-    q8, scale8 = packing.quantize_int8_groups(_w(n, k), group)
+    groups = quantizers.num_groups(k, group)
+    q8, scale8 = quantizers.quantize_int8_groups(_w(n, k), group)
     data8, scales8 = packing.pack_int8_groups(q8, scale8)
     assert (data8.shape, scales8.shape) == (data.shape, (-(-n // 16), groups, 16))
     want = q8 * np.repeat(scale8.astype(np.float32), group, axis=1)[:, :k]
     np.testing.assert_array_equal(packing.unpack("i8g", data8, scales8, n, k, group), want)
     assert data8.astype(np.int64).sum() == q8.astype(np.int64).sum() + 128 * data8.size
 
-    q4, scale4 = packing.quantize_int4(_w(n, k), group)
+    q4, scale4 = quantizers.quantize_int4(_w(n, k), group)
     data4, scales4 = packing.pack_int4(q4, scale4)
-    assert data4.shape == (-(-n // 16), packing.round_up(k, 64) // 8, 16, 4)
+    assert data4.shape == (-(-n // 16), quantizers.round_up(k, 64) // 8, 16, 4)
     assert scales4.shape == (-(-n // 16), groups, 16)
     want = q4 * np.repeat(scale4.astype(np.float32), group, axis=1)[:, :k]
     np.testing.assert_array_equal(packing.unpack("i4", data4, scales4, n, k, group), want)
@@ -67,7 +68,7 @@ def test_integers_round_trip(size: tuple[int, int], group: int) -> None:
 def test_layouts_are_those_of_the_document() -> None:
     w = np.arange(32 * 64, dtype=np.float32).reshape(32, 64)
     assert packing.pack_f32(w)[1, 5, 3] == w[19, 5]
-    assert packing.from_bf16(packing.pack_bf16(packing.to_bf16(w)))[1, 2, 3, 1] == packing.from_bf16(packing.to_bf16(w[19, 5]))
+    assert quantizers.from_bf16(packing.pack_bf16(quantizers.to_bf16(w)))[1, 2, 3, 1] == quantizers.from_bf16(quantizers.to_bf16(w[19, 5]))
     q = (np.arange(32 * 64) % 255 - 127).astype(np.int8).reshape(32, 64)
     data, _ = packing.pack_int8(q, np.ones(32, np.float32))
     assert int(data[1, 3, 2, 1]) - 128 == q[18, 13]
@@ -97,7 +98,7 @@ def test_gate_and_up_alternate() -> None:
 
 def test_bf16_rounds_to_even_and_keeps_nan() -> None:
     values = np.array([1.0, 1 + 2**-8, 1 + 3 * 2**-8, -np.inf, np.nan, 3.4e38], np.float32)
-    got = packing.from_bf16(packing.to_bf16(values))
+    got = quantizers.from_bf16(quantizers.to_bf16(values))
     np.testing.assert_array_equal(got[:4], [1.0, 1.0, 1 + 2**-6, -np.inf])
     assert np.isnan(got[4])
     assert np.isinf(got[5])
@@ -112,7 +113,7 @@ def test_search_never_loses(group: int) -> None:
     w = np.random.default_rng(0).standard_t(3, (64, 256)).astype(np.float32)
     errors = []
     for search in (False, True):
-        q, scale = packing.quantize_int4(w, group, search=search)
+        q, scale = quantizers.quantize_int4(w, group, search=search)
         errors.append(_error(w, q * np.repeat(scale.astype(np.float32), group, axis=1)))
     assert errors[1] < errors[0]
 
@@ -122,18 +123,18 @@ def test_int8_groups_are_within_half_a_step(group: int) -> None:
     """And a group's step is of its own largest weight, so that outliers elsewhere in the row cost nothing."""
     w = np.random.default_rng(0).standard_t(3, (20, 300)).astype(np.float32)
     w[:, 0] = 100.0
-    q, scale = packing.quantize_int8_groups(w, group)
+    q, scale = quantizers.quantize_int8_groups(w, group)
     wide = np.repeat(scale.astype(np.float32), group, axis=1)[:, :300]
     assert np.abs(q.astype(int)).max() == 127
     assert (np.abs(w - q * wide) <= 0.57 * wide).all()  # a scale rounded down clips by 127 / 2048 of a step
-    rows, row_scale = packing.quantize_int8(w)
+    rows, row_scale = quantizers.quantize_int8(w)
     assert _error(w[:, group:], (q * wide)[:, group:]) < 0.02 * _error(w[:, group:], (rows * row_scale[:, None])[:, group:])
 
 
 def test_zero_rows_quantise_to_zero() -> None:
     w = np.zeros((3, 64), np.float32)
-    assert (packing.quantize_int8(w)[0] == 0).all()
-    for q, scale in (packing.quantize_int8_groups(w, 32), packing.quantize_int4(w, 32, search=True)):
+    assert (quantizers.quantize_int8(w)[0] == 0).all()
+    for q, scale in (quantizers.quantize_int8_groups(w, 32), quantizers.quantize_int4(w, 32, search=True)):
         assert (q == 0).all()
         assert (scale == 0).all()
 
@@ -160,6 +161,6 @@ def test_unknown_format_names(name: str) -> None:
 
 def test_largest_weight_uses_the_sixteenth_level() -> None:
     w = np.linspace(-1.0, 1.0, 32, dtype=np.float32)[None]
-    q, scale = packing.quantize_int4(w * np.float32(0.999), 32)
+    q, scale = quantizers.quantize_int4(w * np.float32(0.999), 32)
     assert q.min() == -8
     assert abs(float(scale[0, 0])) == pytest.approx(0.999 / 8, rel=1e-3)

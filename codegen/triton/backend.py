@@ -1,0 +1,110 @@
+"""The GPU code generator: number formats, passes, and lowering to Triton kernels built ahead of time."""
+
+from __future__ import annotations
+
+import importlib.util
+from importlib.metadata import version
+from typing import Literal
+
+from torch import fx
+
+from ...errors import MissingExtraError, TargetError, UsageError
+from ...passes.base import Pass
+from ...passes.pipelines import gpu_pipeline
+from ...passes.quantize import GROUP_SIZES, QuantizeOptions
+from ...runtime.program import Scheme
+from ...targets import Target
+from ..backend import ModelShape, ProgramOptions
+from ..quantizers import Array
+from .formats import decode_matrix
+from .lower import PhaseShape, is_packed, row_layout
+from .program import LoweredGpu, device_facts, lower
+
+DEFAULT_MAX_TOKENS = 4096
+DECODE_SEQUENCES = (1, 4, 16, 64, 256)
+"""The most sequences of each decode phase. Products have tiles of 16, 64 or more rows; attention has splits to fill the device."""
+
+_HEAD = "bf16"  # errors in the head reach the logits undamped
+_WEIGHTS = {"bf16": "bf16", "fp8": "fp8", "int8": "w8a8", "int4": "w4a16-g128", **{f"int4-g{g}": f"w4a16-g{g}" for g in GROUP_SIZES}}
+QUANTIZATIONS = tuple(_WEIGHTS)
+
+
+class GpuBackend:
+    """A `Backend`."""
+
+    def __init__(self, target: Target, options: ProgramOptions) -> None:
+        """Raises `TargetError` and `UsageError` for options that the device cannot serve."""
+        device = target.device
+        name = options.quantization or target.scheme
+        if name not in _WEIGHTS:
+            raise TargetError(f"target {target.name!r}: {name!r} has no GPU kernels; there are {', '.join(QUANTIZATIONS)}")
+        kv_dtypes = ("bf16", "fp8", "int8") if target.supports("fp8") else ("bf16", "int8")
+        if options.kv_dtype not in ("auto", *kv_dtypes):
+            raise UsageError(
+                f"target {target.name!r}: KV dtype {options.kv_dtype!r} is not to be had on {device.name}; choose {', '.join(kv_dtypes)}"
+            )
+        if options.cpu_levels is not None:
+            raise UsageError(f"target {target.name!r} has no CPU levels; leave --cpu-levels out, or add a cpu target")
+        device_facts(device)  # raises where a fact is missing
+        self.target = target
+        self.fnuz = target.supports("fp8-fnuz")
+        weights = "fp8-fnuz" if name == "fp8" and self.fnuz else _WEIGHTS[name]
+        self.quantization = QuantizeOptions(weights=weights, head=_HEAD)
+        self.kv_dtype = "bf16" if options.kv_dtype == "auto" else options.kv_dtype
+        self.max_tokens = options.max_tokens or DEFAULT_MAX_TOKENS
+        self.options = options
+
+    @property
+    def phases(self) -> tuple[PhaseShape, ...]:
+        """The decode phases, by the most sequences they take, and prefill."""
+        decode = [min(sequences, self.max_tokens) for sequences in DECODE_SEQUENCES]
+        return (
+            *(PhaseShape(name=f"decode-{n}", max_tokens=n, single_token=True) for n in dict.fromkeys(decode)),
+            PhaseShape(name="prefill", max_tokens=self.max_tokens, single_token=False),
+        )
+
+    def check(self) -> dict[str, str]:
+        """Find Triton. Raises `MissingExtraError`."""
+        if importlib.util.find_spec("triton") is None:
+            raise MissingExtraError(
+                f"target {self.target.name!r} needs the package 'triton', which is not installed; run: pip install 'llmc[compile]', "
+                "or choose a cpu target"
+            )
+        return {"triton": version("triton")}
+
+    def notes(self) -> list[str]:
+        """Nothing."""
+        return []
+
+    def pipeline(self) -> tuple[Pass, ...]:
+        """The passes."""
+        decode = max(phase.max_tokens for phase in self.phases if phase.single_token)
+        return gpu_pipeline(
+            quantization=self.quantization,
+            max_tokens={"prefill": self.max_tokens, "decode": decode},
+            storage=row_layout,
+            is_packed=is_packed,
+        )
+
+    def decode_matrix(self, value: Array, format: str) -> Array:
+        """A float32 matrix as it comes back after being stored in `format`."""
+        return decode_matrix(value, format)
+
+    def lower(self, module: fx.GraphModule, model: ModelShape) -> LoweredGpu:
+        """The program in Triton kernels. Raises `TargetError` where it does not fit the device's memory."""
+        group = self.quantization.weights.partition("-g")[2]
+        fp8_type: Literal["fp8e4nv", "fp8e4b8"] = "fp8e4b8" if self.fnuz else "fp8e4nv"
+        return lower(
+            module,
+            target=self.target,
+            scheme=Scheme(
+                weights=self.quantization.weights.removesuffix(f"-g{group}"),
+                head=self.quantization.head,
+                group_size=int(group) if group else None,
+                kv=self.kv_dtype,
+            ),
+            model=model,
+            phases=self.phases,
+            fp8_type=fp8_type,
+            cache=self.options.cache,
+        )

@@ -1,0 +1,134 @@
+"""The stored formats of matrices on GPUs by the names graphs use (`bf16`, `fp8`, `w8a8`, `w4a16-g128`), and their layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, cast
+
+import numpy as np
+
+from ...errors import UsageError
+from ...runtime.program import WeightSpec
+from .. import quantizers
+from ..quantizers import Array, round_up
+
+Kind: TypeAlias = Literal["bf16", "fp8", "fp8-fnuz", "w8a8", "w4a16"]
+Operand: TypeAlias = Literal["bf16", "fp8", "int8"]
+
+ROW_ALIGN = 16
+"""Rows of matrices and of linear inputs are padded to a multiple of so many columns, so that each starts 16-byte aligned."""
+_TENSOR_ALIGN = 64  # bytes to which a tensor's size is padded, so that the next one in the file is aligned
+_DTYPES = {"bf16": "BF16", "fp8": "F8_E4M3", "fp8-fnuz": "U8", "w8a8": "I8"}
+_OPERANDS: dict[str, Operand] = {"bf16": "bf16", "fp8": "fp8", "fp8-fnuz": "fp8", "w8a8": "int8", "w4a16": "bf16"}
+
+
+def row_stride(width: int) -> int:
+    """Elements from one row of a matrix or linear input to the next."""
+    return round_up(width, ROW_ALIGN)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuFormat:
+    """`group` is the number of columns that share a scale, for w4a16 alone."""
+
+    kind: Kind
+    group: int | None = None
+
+    @classmethod
+    def parse(cls, name: str) -> GpuFormat:
+        """`"w4a16-g128"` -> kind w4a16 with groups of 128."""
+        base, _, group = name.partition("-g")
+        if base not in _OPERANDS or bool(group) != (base == "w4a16") or (group and not group.isdecimal()):
+            raise UsageError(
+                f"matrix format {name!r} is unknown on GPUs; formats are bf16, fp8, fp8-fnuz, w8a8, w4a16-g<group size>"
+            )
+        return cls(kind=cast(Kind, base), group=int(group) if group else None)
+
+    def __str__(self) -> str:
+        return f"{self.kind}-g{self.group}" if self.group else self.kind
+
+    @property
+    def operand(self) -> Operand:
+        """How the rows of a linear's input are stored for this format of its weights."""
+        return _OPERANDS[self.kind]
+
+    @property
+    def operand_row_bytes_per_value(self) -> int:
+        """Bytes of one value of such a row; fp8 and int8 rows have a float32 scale each besides."""
+        return 2 if self.operand == "bf16" else 1
+
+    def specs(self, name: str, shape: tuple[int, ...]) -> list[WeightSpec]:
+        """The tensors of a matrix `[N, K]` of that name: data, then scales if there are any."""
+        n, k = shape
+        if self.group is not None:
+            groups = self._padded_columns(k) // self.group
+            data = WeightSpec(name=name, dtype="U8", shape=[round_up(n, 4), groups * self.group // 2])
+            return [data, WeightSpec(name=f"{name}.scale", dtype="F16", shape=[round_up(groups * n, _TENSOR_ALIGN // 2)])]
+        rows = round_up(n, 2 if self.kind == "bf16" else 4)
+        data = WeightSpec(name=name, dtype=_DTYPES[self.kind], shape=[rows, row_stride(k)])
+        if self.kind == "bf16":
+            return [data]
+        return [data, WeightSpec(name=f"{name}.scale", dtype="F32", shape=[round_up(n, _TENSOR_ALIGN // 4)])]
+
+    def pack(self, value: Array) -> list[Array]:
+        """The tensors of a float32 matrix `[N, K]`, matching `specs`."""
+        n, k = value.shape
+        data_shape, *scale_shape = (spec.shape for spec in self.specs("", (n, k)))
+        if self.kind == "bf16":
+            return [_padded(quantizers.to_bf16(value), data_shape)]
+        if self.kind == "w8a8":
+            data, scale = quantizers.quantize_int8(value)
+            return [_padded(data, data_shape), _padded(scale, scale_shape[0])]
+        if self.group is None:
+            bits, scale = quantizers.quantize_fp8(value, fnuz=self.kind == "fp8-fnuz")
+            return [_padded(bits, data_shape), _padded(scale, scale_shape[0])]
+        q, group_scale = self._quantize_int4(value)
+        # Two neighbouring groups share bytes: the first in the low nibbles, the second in the high ones.
+        pairs = (q + np.int8(8)).astype(np.uint8).reshape(n, -1, 2, self.group)
+        packed = (pairs[:, :, 0] | pairs[:, :, 1] << np.uint8(4)).reshape(n, -1)
+        return [_padded(packed, data_shape), _padded(np.ascontiguousarray(group_scale.T).reshape(-1), scale_shape[0])]
+
+    def decode(self, value: Array) -> Array:
+        """A float32 matrix as it comes back after being stored."""
+        if self.kind == "bf16":
+            return quantizers.from_bf16(quantizers.to_bf16(value))
+        if self.kind == "w8a8":
+            data, scale = quantizers.quantize_int8(value)
+            return data.astype(np.float32) * scale[:, None]
+        if self.group is None:
+            fnuz = self.kind == "fp8-fnuz"
+            bits, scale = quantizers.quantize_fp8(value, fnuz=fnuz)
+            return quantizers.from_fp8(bits, fnuz=fnuz) * scale[:, None]
+        q, group_scale = self._quantize_int4(value)
+        return (q * np.repeat(group_scale.astype(np.float32), self.group, axis=1))[:, : value.shape[1]]
+
+    def _padded_columns(self, k: int) -> int:
+        assert self.group is not None
+        return round_up(k, 2 * self.group)
+
+    def _quantize_int4(self, value: Array) -> tuple[Array, Array]:
+        assert self.group is not None
+        padded = np.pad(value, ((0, 0), (0, self._padded_columns(value.shape[1]) - value.shape[1])))
+        return quantizers.quantize_int4(padded, self.group, search=True)
+
+
+def _padded(tensor: Array, shape: list[int]) -> Array:
+    """Zeros after the last row and column."""
+    missing = [(0, want - have) for want, have in zip(shape, tensor.shape, strict=True)]
+    return np.pad(tensor, missing) if any(after for _, after in missing) else tensor
+
+
+def decode_matrix(value: Array, format: str) -> Array:
+    """A float32 matrix as it comes back after being stored in `format`."""
+    return np.asarray(GpuFormat.parse(format).decode(value), dtype=np.float32)
+
+
+def vector_spec(name: str, length: int) -> WeightSpec:
+    """The tensor of a float32 vector."""
+    return WeightSpec(name=name, dtype="F32", shape=[round_up(length, _TENSOR_ALIGN // 4)])
+
+
+def pack_vector(value: Array) -> Array:
+    """A float32 vector, matching `vector_spec`."""
+    flat = np.asarray(value, np.float32).reshape(-1)
+    return _padded(flat, vector_spec("", len(flat)).shape)
