@@ -271,13 +271,13 @@ def choose_decode_tile(problem: AttentionProblem, arch: str, *, num_processors: 
 
     A split has at least 256 keys, so windows limit the splits, and there are 32 at most. Raises `TargetError`.
     """
-    block_n, num_stages = 8192 // _served_dim(problem, arch), 3
-    if problem.kv_format != "bf16":
-        block_n = min(2 * block_n, 128)
-    if problem.head_dim < power_of_two(problem.head_dim):  # the masks of padding take registers
-        block_n, num_stages = block_n // 2, 4
+    dim = _served_dim(problem, arch)
+    block_n = min((8192 if problem.kv_format == "bf16" else 16384) // dim, 128)
+    # Half of it, and one more in flight, where the masks of padding or the conversion of int8 leave too few registers.
+    halved = problem.head_dim < power_of_two(problem.head_dim) or (problem.kv_format == "int8" and dim == 256)
+    block_n, num_stages = (block_n // 2, 4) if halved else (block_n, 3)
     if arch == "gfx942":
-        block_n, num_stages = 64 if problem.kv_format == "bf16" else 32, 1
+        block_n, num_stages = 64 if problem.kv_format == "bf16" and dim < 256 else 32, 1
     splits = -(-2 * num_processors // (max_seqs * problem.num_kv_heads))
     if problem.window:
         splits = min(splits, -(-problem.window // _SPLIT_KEYS))

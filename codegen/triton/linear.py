@@ -117,8 +117,10 @@ def prefill_kernel(problem: LinearProblem, tile: Tile) -> Kernel:
     name = f"linear_prefill_{_identity(problem, tile)}_g{tile.group_m}" + (f"_p{tile.persistent}" if tile.persistent else "")
     settings: dict[str, Setting] = {
         "swapped": problem.format == "int4",  # converted weights are the left operand, which matrix units take from registers
-        "promote": False,
-        "slices": max(1, (tile.block_m if problem.format == "int4" else tile.block_n) // 64),  # of a tile, at its end
+        "promote": False,  # fp8 sums stay in Hopper's matrix units, which keep fewer bits than float32
+        "slices": min(
+            4, max(1, (tile.block_m if problem.format == "int4" else tile.block_n) // 64)
+        ),  # fit a tile's end in registers
         "group_m": tile.group_m,
         "tiles_n": tiles_n,
         "persistent": tile.persistent,
@@ -138,7 +140,12 @@ def decode_kernel(problem: LinearProblem, tile: Tile) -> Kernel:
     _check(problem, tile)
     split = tile.split_k > 1
     name = f"linear_decode_{_identity(problem, tile)}" + (f"_k{tile.split_k}" if split else "")
-    settings: dict[str, Setting] = {"swapped": True, "promote": True, "slices": 1, "split_k": tile.split_k}
+    settings: dict[str, Setting] = {
+        "swapped": True,
+        "promote": True,  # fp8 sums of each step are added up in float32, which costs nothing here
+        "slices": 1,
+        "split_k": tile.split_k,
+    }
     grid = (
         Extent(symbol=problem.rows, divisor=tile.block_m),
         Extent(factor=-(-problem.n // tile.block_n)),
@@ -164,9 +171,9 @@ def _kernel(
     settings: dict[str, Setting],
     grid: tuple[Extent, Extent, Extent],
 ) -> Kernel:
-    step = -(-problem.k // tile.block_k)
-    loop_end = -(-step // tile.split_k) * tile.block_k
-    columns = loop_end * tile.split_k  # that the programs of a tile walk over; what is beyond k is masked
+    steps = -(-problem.k // tile.block_k)
+    share = -(-steps // tile.split_k) * tile.block_k
+    columns = share * tile.split_k  # that the programs of a tile walk over; what is beyond k is masked
     group = problem.group or 0
     common: dict[str, Setting] = {
         "summary": _summary(problem),
@@ -193,7 +200,7 @@ def _kernel(
         "n_tail": problem.n % tile.block_n != 0,
         "k_tail": columns != problem.k,
         "w_tail": columns != problem.padded_k,
-        "loop_end": loop_end,
+        "share": share,
         "split": tile.split_k > 1,
     }
     return Kernel(
@@ -238,10 +245,9 @@ def _identity(problem: LinearProblem, tile: Tile) -> str:
     """What tells kernels of one template apart."""
     fused = [problem.activation, "bias" if problem.bias else None, "residual" if problem.residual else None]
     words = [problem.scheme, *fused, problem.output, f"n{problem.n}", f"k{problem.k}", problem.rows]
-    size = f"{tile.block_m}x{tile.block_n}x{tile.block_k}_w{tile.num_warps}_s{tile.num_stages}" + f"_u{tile.unroll}" * (
-        tile.unroll > 1
-    )
-    return "_".join([word for word in words if word] + [size])
+    words += [f"{tile.block_m}x{tile.block_n}x{tile.block_k}", f"w{tile.num_warps}", f"s{tile.num_stages}"]
+    words += [f"u{tile.unroll}"] if tile.unroll > 1 else []
+    return "_".join(word for word in words if word)
 
 
 def _summary(problem: LinearProblem) -> str:

@@ -176,10 +176,9 @@ def _decode_candidates(problem: LinearProblem, rows: int, device: DeviceFacts) -
         # More groups a step need more registers, and on sm_100 more tensor memory, than there are.
         most = 2 * problem.group if device.arch == "sm_100" or rocm or block_m > 16 else 128 if sums == 2 else 256
         columns = sorted({2 * problem.group, *(size for size in (128, 256) if 2 * problem.group <= size <= most)})
-    for block_n, block_k, stages, split in product(
-        (32, 64, 128) if problem.group is None else (64, 128), columns, (2,) if rocm else (3, 4, 6), (1, 2, 3, 4, 6, 8)
-    ):
-        num_warps = 8 if block_n == 128 or (problem.group and block_m > 16) else 4
+    heights = (32, 64, 128) if problem.group is None else (64,) if rocm else (64, 128)
+    for block_n, block_k, stages, split in product(heights, columns, (2,) if rocm else (3, 4, 6), (1, 2, 3, 4, 6, 8)):
+        num_warps = 8 if block_n == 128 or (problem.group and block_m > 16 and not rocm) else 4
         if sums * block_n * block_m > 64 * 32 * num_warps // (2 if problem.group else 1) or sums * block_n > 128:
             continue
         programs = -(-rows // block_m) * -(-problem.n // block_n)
@@ -204,11 +203,12 @@ def _prefill_candidates(problem: LinearProblem, rows: int, device: DeviceFacts) 
     stages = (2,) if rocm else (3, 4)
     if problem.group is not None:
         # Each product of a group needs registers for its sums before they are scaled, beside the converted weights.
-        for block_m, block_n, num_stages in product((16, 32, 64), (64, 128), (2,) if rocm else (2, 3)):
-            if block_n * sums > 128 or (block_m == 64 and old and problem.group == 128 and sums == 2):
+        for block_m, block_n, num_stages in product((16, 32, 64), (64,) if rocm else (64, 128), (2,) if rocm else (2, 3)):
+            if block_n * sums > 128 or (block_m == 64 and old and problem.group > 32 and sums == 2):
                 continue
             block_k = max(2 * problem.group, 64 if sums == 2 or rocm or device.arch == "sm_100" else 128)
-            yield Tile(block_m=block_m, block_n=block_n, block_k=block_k, num_warps=8, num_stages=num_stages)
+            num_warps = 4 if rocm else 8  # AMD's threads have 512 registers with 4 warps, 256 with 8
+            yield Tile(block_m=block_m, block_n=block_n, block_k=block_k, num_warps=num_warps, num_stages=num_stages)
         return
     unroll = _unroll(problem, device)
     step = (32 if old and unroll == 1 else 64) * (16 // _weight_bits(problem)) // unroll

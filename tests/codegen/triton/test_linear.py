@@ -132,7 +132,7 @@ def expected(problem: LinearProblem, case: Case, before: Array) -> Array:
 
 def activate(name: str, x: Array) -> Array:
     if name == "silu":
-        return x / (1 + np.exp(-x))
+        return x / (1 + np.exp(-np.maximum(x, -700)))
     if name == "gelu_tanh":
         return x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
     import math
@@ -147,8 +147,9 @@ def check(launch: Any, problem: LinearProblem, tile: Tile, phase: str, rows: int
     arguments: dict[str, Any] = dict(case.values)
     if tile.split_k > 1:
         partials, counters = workspace_bytes(problem, tile, rows)
-        arguments["partials"] = np.full(partials // 4, -1, np.int32)  # NaN as float32
-        arguments["counters"] = np.zeros(counters // 4, np.int32)
+        arguments["partials"] = np.full(partials // 4 + 64, -1, np.int32)  # NaN as float32; 64 items that are not the kernel's
+        arguments["counters"] = np.zeros(counters // 4 + 1, np.int32)
+        arguments["counters"][-1] = 7
     arguments["num_rows"] = rows
     for _ in range(2 if tile.split_k > 1 else 1):
         before = arguments["out"].copy()
@@ -163,7 +164,10 @@ def check(launch: Any, problem: LinearProblem, tile: Tile, phase: str, rows: int
         assert (out[rows:].view(np.uint8) == before[rows:].view(np.uint8)).all()
         assert (out[:, problem.n :] == before[:, problem.n :]).all()
     if tile.split_k > 1:
-        assert not arguments["counters"].any()
+        assert not arguments["counters"][:-1].any()
+        assert arguments["counters"][-1] == 7
+        assert (arguments["partials"][-64:] == -1).all()
+        assert (arguments["partials"][:-64] != -1).any()
 
 
 def tile_for(problem: LinearProblem, **settings: Any) -> Tile:
@@ -179,6 +183,7 @@ def tile_for(problem: LinearProblem, **settings: Any) -> Tile:
         ("decode", 5, {"block_n": 32}),
         ("decode", 33, {}),
         ("decode", 17, {"split_k": 3, "block_m": 32}),
+        ("decode", 33, {"split_k": 2}),
         ("decode", 5, {"unroll": 2}),
         ("prefill", 1, {}),
         ("prefill", 33, {"block_n": 32, "group_m": 2}),
@@ -202,6 +207,20 @@ def test_whole_tiles_need_no_masks(launch: Any, format: str, phase: str) -> None
     assert "column_used" not in kernel.source()
     assert "column < N" not in kernel.source()
     check(launch, problem, tile_for(problem), phase, 5)
+
+
+@pytest.mark.parametrize("format", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize(
+    ("rows", "tile"),
+    [(17, {"block_n": 128}), (5, {"block_n": 256, "persistent": 2}), (130, {"block_m": 128}), (130, {"block_m": 256})],
+)
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+def test_large_tiles_are_stored_in_slices(launch: Any, format: str, rows: int, tile: dict[str, int], gated: bool) -> None:
+    problem = problem_for(format, n=150, bias=True, activation="silu" if gated else None, residual=not gated)
+    sliced_side = "block_m" if format == "int4" else "block_n"
+    kernel = prefill_kernel(problem, tile_for(problem, **tile))
+    assert ("halve(" in kernel.source()) == (sliced_side in tile)
+    check(launch, problem, tile_for(problem, **tile), "prefill", rows)
 
 
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
