@@ -16,7 +16,7 @@ import llmc
 import pytest
 import torch
 from llmc.codegen import bundle_writer
-from llmc.errors import CheckpointError, UsageError, VerificationError
+from llmc.errors import CheckpointError, TargetError, UsageError, VerificationError
 from llmc.passes.fuse_rope import FuseRope
 
 
@@ -220,7 +220,7 @@ def test_a_kill_in_the_middle_leaves_no_bundle(
 def test_unknown_options_are_refused(tiny_checkpoint: Callable[..., Path]) -> None:
     with pytest.raises(UsageError, match="unknown option 'quantisation'"):
         llmc.compile(tiny_checkpoint("llama"), target="cpu-f32", quantisation="int8")
-    with pytest.raises(UsageError, match="does not run 'int3'; it runs f32, bf16, int8, int4"):
+    with pytest.raises(TargetError, match="does not run 'int3'; it runs f32, bf16, int8, int4"):
         llmc.compile(tiny_checkpoint("llama"), target="cpu-f32", quantization="int3")
 
 
