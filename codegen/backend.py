@@ -10,9 +10,10 @@ from typing import Protocol
 from torch import fx
 
 from ..passes.base import Pass
+from ..quantization.grid import MatrixValue
+from ..quantization.number_formats import Array
 from ..runtime.program import KvCacheSpec, WeightSpec
 from ..targets import Target
-from .quantizers import Array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +57,8 @@ class StoredWeight(Protocol):
         """Bytes of all tensors."""
         ...
 
-    def tensors(self, value: Array) -> list[Array]:
-        """The packed tensors of the float32 weight, matching `specs()`."""
+    def tensors(self, value: MatrixValue) -> list[Array]:
+        """The packed tensors of the weight, float32 or on the grid of its format, matching `specs()`."""
         ...
 
 

@@ -14,12 +14,12 @@ from types import TracebackType
 import numpy as np
 
 from ..errors import BundleError, UsageError
+from ..quantization.number_formats import Array
 from ..runtime.bundle import read_manifest
 from ..runtime.integrity import hash_file
 from ..runtime.manifest import MANIFEST_NAME, SCHEMA_VERSION, Manifest, ModelFacts, TargetEntry, encode_manifest
 from ..runtime.program import WeightSpec
 from ..runtime.weights import tensor_bytes
-from .quantizers import Array
 
 MIN_RUNTIME = "0.1.0"
 _PAGE = 4096

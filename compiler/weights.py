@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..codegen.quantizers import Array
 from ..errors import CheckpointError
 from ..passes.graph import Weight, WeightTable
+from ..quantization.number_formats import Array
 from .checkpoint import Checkpoint
 
 _TIED = {"lm_head.weight": "model.embed_tokens.weight", "model.embed_tokens.weight": "lm_head.weight"}

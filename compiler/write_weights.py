@@ -12,8 +12,8 @@ from torch import fx
 
 from ..codegen import LoweredProgram, StoredWeight
 from ..codegen.bundle_writer import SafetensorsWriter
-from ..codegen.quantizers import Array
 from ..passes.graph import WeightTable
+from ..quantization.number_formats import Array
 from .weights import WeightStore
 
 

@@ -13,10 +13,10 @@ from ...passes.base import Pass
 from ...passes.pipelines import cpu_pipeline
 from ...passes.plan_memory import RowLayout
 from ...passes.quantize import GROUP_SIZES, QuantizeOptions
+from ...quantization.number_formats import Array
 from ...runtime.program import CPU_LEVELS, Scheme, encode_program
 from ...targets import Target
 from ..backend import ModelShape, ProgramOptions
-from ..quantizers import Array
 from .formats import MatrixFormat, decode_matrix
 from .packing import operand_row_bytes
 from .program import LoweredCpu, lower

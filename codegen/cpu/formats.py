@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
 
 import numpy as np
 
 from ...errors import UsageError
-from .. import quantizers
-from ..quantizers import Array
+from ...quantization.grid import Grid, MatrixValue, QuantizedMatrix
+from ...quantization.number_formats import Array, to_bf16
+from ...quantization.round_to_nearest import round_to_nearest
 from . import packing
 from .packing import Format
 
@@ -51,18 +51,26 @@ class MatrixFormat:
         lanes = [packing.BLOCK] if self.kind == "f32" else [packing.BLOCK, min(per_word, 4)]
         return [blocks, columns // per_word, *lanes]
 
-    def pack(self, value: Array) -> list[Array]:
-        """The data tensor and, for integers, the scale tensor of a float32 matrix `[N, K]`."""
-        if self.kind == "f32":
-            return [packing.pack_f32(value)]
-        if self.kind == "bf16":
-            return [packing.pack_bf16(quantizers.to_bf16(value))]
+    @property
+    def grid(self) -> Grid | None:
+        """The grid of an integer format."""
+        return Grid.parse(str(self))
+
+    def pack(self, value: MatrixValue) -> list[Array]:
+        """The data tensor and, for integers, the scale tensor of a matrix `[N, K]`."""
+        if self.grid is not None:
+            return list(
+                self._pack_integers(value if isinstance(value, QuantizedMatrix) else round_to_nearest(value, self.grid))
+            )
+        assert not isinstance(value, QuantizedMatrix), f"{self} holds no integers"
+        return [packing.pack_f32(value) if self.kind == "f32" else packing.pack_bf16(to_bf16(value))]
+
+    def _pack_integers(self, value: QuantizedMatrix) -> tuple[Array, Array]:
+        assert value.grid == self.grid, f"a matrix on {value.grid} for format {self}"
+        codes = value.codes.view(np.int8)
         if self.kind == "i8":
-            return list(packing.pack_int8(*quantizers.quantize_int8(value)))
-        group = cast(int, self.group)
-        if self.kind == "i8g":
-            return list(packing.pack_int8_groups(*quantizers.quantize_int8_groups(value, group)))
-        return list(packing.pack_int4(*quantizers.quantize_int4(value, group, search=True)))
+            return packing.pack_int8(codes, value.scale[:, 0])
+        return packing.pack_int8_groups(codes, value.scale) if self.kind == "i8g" else packing.pack_int4(codes, value.scale)
 
     def unpack(self, tensors: list[Array], shape: tuple[int, int]) -> Array:
         """The float32 matrix that packed tensors stand for."""

@@ -10,7 +10,8 @@ from typing import Any, Final, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ..quantizers import COLUMN_ALIGN, Array, Float32, from_bf16, num_groups, round_up
+from ...quantization.grid import COLUMN_ALIGN, num_groups
+from ...quantization.number_formats import Array, Float32, from_bf16, round_up
 
 Format: TypeAlias = Literal["f32", "bf16", "i8", "i8g", "i4"]
 

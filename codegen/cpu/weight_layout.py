@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ...quantization.grid import COLUMN_ALIGN, MatrixValue, QuantizedMatrix, num_groups
+from ...quantization.number_formats import Array, round_up
 from ...runtime.program import WeightSpec
 from ...runtime.weights import tensor_bytes
-from .. import quantizers
-from ..quantizers import Array
 from . import packing
 from .formats import MatrixFormat
 
@@ -38,13 +38,13 @@ class StoredWeight:
         rows = self._padded_rows()
         if self.format is None:
             return [WeightSpec(name=self.name, dtype="F32", shape=[rows])]
-        blocks, columns = rows // packing.BLOCK, quantizers.round_up(self.shape[1], quantizers.COLUMN_ALIGN)
+        blocks, columns = rows // packing.BLOCK, round_up(self.shape[1], COLUMN_ALIGN)
         data = WeightSpec(name=self.name, dtype=self.format.dtype, shape=self.format.data_shape(blocks, columns))
         if self.format.kind == "i8":
             return [data, WeightSpec(name=f"{self.name}.scale", dtype="F32", shape=[rows])]
         if self.format.group is not None:
-            even = quantizers.round_up(blocks, 2)  # so that its bytes are a multiple of 64, as every tensor's
-            shape = [even, quantizers.num_groups(self.shape[1], self.format.group), packing.BLOCK]
+            even = round_up(blocks, 2)  # so that its bytes are a multiple of 64, as every tensor's
+            shape = [even, num_groups(self.shape[1], self.format.group), packing.BLOCK]
             return [data, WeightSpec(name=f"{self.name}.scale", dtype="F16", shape=shape)]
         return [data]
 
@@ -52,22 +52,30 @@ class StoredWeight:
         """Bytes of all tensors."""
         return sum(tensor_bytes(spec.dtype, spec.shape) for spec in self.specs())
 
-    def tensors(self, value: Array) -> list[Array]:
-        """The packed tensors of a float32 `value` of `shape`, matching `specs()`."""
+    def tensors(self, value: MatrixValue) -> list[Array]:
+        """The packed tensors of a `value` of `shape`, matching `specs()`."""
         if self.glu:
-            halves = zip(*(self._pack(half) for half in np.split(value, 2)), strict=True)
+            halves = zip(*(self._pack(half) for half in _halves(value)), strict=True)
             return [packing.interleave(gate, up) for gate, up in halves]
         return [_pad_blocks(t, spec.shape[0]) for t, spec in zip(self._pack(value), self.specs(), strict=True)]
 
-    def _pack(self, value: Array) -> list[Array]:
+    def _pack(self, value: MatrixValue) -> list[Array]:
         if self.format is None:
+            assert not isinstance(value, QuantizedMatrix), f"{self.name} is a vector"
             return [packing.pack_vector(value + np.float32(self.offset))]
         return self.format.pack(value)
 
     def _padded_rows(self) -> int:
         if self.glu:  # each half is padded on its own
-            return 2 * quantizers.round_up(self.shape[0] // 2, packing.BLOCK)
-        return quantizers.round_up(self.shape[0], packing.BLOCK)
+            return 2 * round_up(self.shape[0] // 2, packing.BLOCK)
+        return round_up(self.shape[0], packing.BLOCK)
+
+
+def _halves(value: MatrixValue) -> tuple[MatrixValue, MatrixValue]:
+    middle = value.shape[0] // 2
+    if isinstance(value, QuantizedMatrix):
+        return value.rows(0, middle), value.rows(middle, 2 * middle)
+    return value[:middle], value[middle:]
 
 
 def _pad_blocks(tensor: Array, blocks: int) -> Array:

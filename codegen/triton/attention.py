@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from ...errors import TargetError
-from ..quantizers import round_up
+from ...quantization.number_formats import round_up
 from .kernel import ONE, Extent, Kernel, Parameter, Setting
 
 KvFormat: TypeAlias = Literal["bf16", "fp8", "int8"]

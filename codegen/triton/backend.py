@@ -12,10 +12,10 @@ from ...errors import MissingExtraError, TargetError, UsageError
 from ...passes.base import Pass
 from ...passes.pipelines import gpu_pipeline
 from ...passes.quantize import GROUP_SIZES, QuantizeOptions
+from ...quantization.number_formats import Array
 from ...runtime.program import Scheme
 from ...targets import Target
 from ..backend import ModelShape, ProgramOptions
-from ..quantizers import Array
 from .formats import decode_matrix
 from .lower import PhaseShape, is_packed, row_layout
 from .program import LoweredGpu, device_facts, lower
@@ -25,7 +25,13 @@ DECODE_SEQUENCES = (1, 4, 16, 64, 256)
 """The most sequences of each decode phase. Products have tiles of 16, 64 or more rows; attention has splits to fill the device."""
 
 _HEAD = "bf16"  # errors in the head reach the logits undamped
-_WEIGHTS = {"bf16": "bf16", "fp8": "fp8", "int8": "w8a8", "int4": "w4a16-g128", **{f"int4-g{g}": f"w4a16-g{g}" for g in GROUP_SIZES}}
+_WEIGHTS = {
+    "bf16": "bf16",
+    "fp8": "fp8",
+    "int8": "w8a8",
+    "int4": "w4a16-g128",
+    **{f"int4-g{g}": f"w4a16-g{g}" for g in GROUP_SIZES},
+}
 QUANTIZATIONS = tuple(_WEIGHTS)
 
 

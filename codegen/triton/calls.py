@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from ...quantization.number_formats import round_up
 from ...runtime.program import Argument, Call, Extent
-from ..quantizers import round_up
 from .kernel import Kernel
 from .weight_layout import GpuWeight
 
@@ -57,7 +57,10 @@ class GpuCall:
             inputs=list(self.inputs),
             outputs=[self.node],
             weights=list(self.weights),
-            grid=[Extent(symbol=e.symbol, divisor=e.divisor, factor=e.factor, add_sequences=e.add_sequences) for e in self.kernel.grid],
+            grid=[
+                Extent(symbol=e.symbol, divisor=e.divisor, factor=e.factor, add_sequences=e.add_sequences)
+                for e in self.kernel.grid
+            ],
             arguments=[workspace.argument(value) if isinstance(value, Region) else value for value in values],
         )
 

@@ -8,9 +8,10 @@ from typing import Literal, TypeAlias, cast
 import numpy as np
 
 from ...errors import UsageError
+from ...quantization.grid import Grid, MatrixValue, QuantizedMatrix
+from ...quantization.number_formats import Array, from_bf16, from_fp8, quantize_fp8, round_up, to_bf16
+from ...quantization.round_to_nearest import round_to_nearest
 from ...runtime.program import WeightSpec
-from .. import quantizers
-from ..quantizers import Array, round_up
 
 Kind: TypeAlias = Literal["bf16", "fp8", "fp8-fnuz", "w8a8", "w4a16"]
 Operand: TypeAlias = Literal["bf16", "fp8", "int8"]
@@ -70,46 +71,50 @@ class GpuFormat:
             return [data]
         return [data, WeightSpec(name=f"{name}.scale", dtype="F32", shape=[round_up(n, _TENSOR_ALIGN // 4)])]
 
-    def pack(self, value: Array) -> list[Array]:
-        """The tensors of a float32 matrix `[N, K]`, matching `specs`."""
+    @property
+    def grid(self) -> Grid | None:
+        """The grid of an integer format."""
+        return Grid.parse(str(self))
+
+    def pack(self, value: MatrixValue) -> list[Array]:
+        """The tensors of a matrix `[N, K]`, matching `specs`."""
         n, k = value.shape
         data_shape, *scale_shape = (spec.shape for spec in self.specs("", (n, k)))
+        if self.grid is not None:
+            matrix = value if isinstance(value, QuantizedMatrix) else round_to_nearest(value, self.grid)
+            assert matrix.grid == self.grid, f"a matrix on {matrix.grid} for format {self}"
+            return self._pack_integers(matrix, data_shape, scale_shape[0])
+        assert not isinstance(value, QuantizedMatrix), f"{self} holds no integers"
         if self.kind == "bf16":
-            return [_padded(quantizers.to_bf16(value), data_shape)]
-        if self.kind == "w8a8":
-            data, scale = quantizers.quantize_int8(value)
-            return [_padded(data, data_shape), _padded(scale, scale_shape[0])]
+            return [_padded(to_bf16(value), data_shape)]
+        bits, scale = quantize_fp8(value, fnuz=self.kind == "fp8-fnuz")
+        return [_padded(bits, data_shape), _padded(scale, scale_shape[0])]
+
+    def _pack_integers(self, matrix: QuantizedMatrix, data_shape: list[int], scale_shape: list[int]) -> list[Array]:
+        n, k = matrix.shape
         if self.group is None:
-            bits, scale = quantizers.quantize_fp8(value, fnuz=self.kind == "fp8-fnuz")
-            return [_padded(bits, data_shape), _padded(scale, scale_shape[0])]
-        q, group_scale = self._quantize_int4(value)
+            return [_padded(matrix.codes, data_shape), _padded(matrix.scale[:, 0], scale_shape)]
+        columns = self._padded_columns(k)
+        q = _padded(matrix.codes, [n, columns])
         # Two neighbouring groups share bytes: the first in the low nibbles, the second in the high ones.
         pairs = (q + np.int8(8)).astype(np.uint8).reshape(n, -1, 2, self.group)
         packed = (pairs[:, :, 0] | pairs[:, :, 1] << np.uint8(4)).reshape(n, -1)
-        return [_padded(packed, data_shape), _padded(np.ascontiguousarray(group_scale.T).reshape(-1), scale_shape[0])]
+        scale = _padded(matrix.scale, [n, columns // self.group])
+        return [_padded(packed, data_shape), _padded(np.ascontiguousarray(scale.T).reshape(-1), scale_shape)]
 
     def decode(self, value: Array) -> Array:
         """A float32 matrix as it comes back after being stored."""
+        if self.grid is not None:
+            return round_to_nearest(value, self.grid).dequantize()
         if self.kind == "bf16":
-            return quantizers.from_bf16(quantizers.to_bf16(value))
-        if self.kind == "w8a8":
-            data, scale = quantizers.quantize_int8(value)
-            return data.astype(np.float32) * scale[:, None]
-        if self.group is None:
-            fnuz = self.kind == "fp8-fnuz"
-            bits, scale = quantizers.quantize_fp8(value, fnuz=fnuz)
-            return quantizers.from_fp8(bits, fnuz=fnuz) * scale[:, None]
-        q, group_scale = self._quantize_int4(value)
-        return (q * np.repeat(group_scale.astype(np.float32), self.group, axis=1))[:, : value.shape[1]]
+            return from_bf16(to_bf16(value))
+        fnuz = self.kind == "fp8-fnuz"
+        bits, scale = quantize_fp8(value, fnuz=fnuz)
+        return from_fp8(bits, fnuz=fnuz) * scale[:, None]
 
     def _padded_columns(self, k: int) -> int:
         assert self.group is not None
         return round_up(k, 2 * self.group)
-
-    def _quantize_int4(self, value: Array) -> tuple[Array, Array]:
-        assert self.group is not None
-        padded = np.pad(value, ((0, 0), (0, self._padded_columns(value.shape[1]) - value.shape[1])))
-        return quantizers.quantize_int4(padded, self.group, search=True)
 
 
 def _padded(tensor: Array, shape: list[int]) -> Array:

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ...quantization.grid import MatrixValue, QuantizedMatrix
+from ...quantization.number_formats import Array
 from ...runtime.program import WeightSpec
 from ...runtime.weights import tensor_bytes
-from ..quantizers import Array
 from .formats import GpuFormat, pack_vector, vector_spec
 
 
@@ -34,6 +35,9 @@ class GpuWeight:
         """Bytes of all tensors."""
         return sum(tensor_bytes(spec.dtype, spec.shape) for spec in self.specs())
 
-    def tensors(self, value: Array) -> list[Array]:
-        """The packed tensors of a float32 `value` of `shape`, matching `specs()`."""
-        return [pack_vector(value + np.float32(self.offset))] if self.format is None else self.format.pack(value)
+    def tensors(self, value: MatrixValue) -> list[Array]:
+        """The packed tensors of a `value` of `shape`, matching `specs()`."""
+        if self.format is not None:
+            return self.format.pack(value)
+        assert not isinstance(value, QuantizedMatrix), f"{self.name} is a vector"
+        return [pack_vector(value + np.float32(self.offset))]
