@@ -6,8 +6,8 @@ import ctypes
 import itertools
 import json
 import os
+import secrets
 import shutil
-import tempfile
 from pathlib import Path
 from types import TracebackType
 
@@ -53,16 +53,24 @@ class BundleWriter:
         self.output = output.resolve()  # through a link, the bundle it leads to is the one replaced
         self.output.parent.mkdir(parents=True, exist_ok=True)
         self._remove_abandoned()
-        self.root = Path(tempfile.mkdtemp(prefix=f"{self._prefix}{os.getpid()}-", dir=self.output.parent))
+        self.root = self.output.with_name(f"{self._prefix}{os.getpid()}-{secrets.token_hex(4)}")
 
     @property
     def _prefix(self) -> str:
         return f".{self.output.name}.partial-"
 
     def __enter__(self) -> BundleWriter:
+        try:  # the name is known before the folder is there, so that an interrupt at any point leaves nothing behind
+            self.root.mkdir(mode=0o700)
+        except BaseException:
+            self._remove()
+            raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._remove()
+
+    def _remove(self) -> None:
         shutil.rmtree(self.root, ignore_errors=True)
 
     def folder(self, name: str) -> Path:
