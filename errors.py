@@ -49,6 +49,12 @@ class CapacityError(LlmcError):
     """A request larger than the memory it would need."""
 
 
+class QualityError(LlmcError):
+    """A limit on quality or memory that no choice of formats keeps to (exit code 1); the text gives the nearest figures."""
+
+    exit_code = 1
+
+
 class VerificationError(LlmcError):
     """A check ran and failed (exit code 1): a pass changed the numbers, a hash differs."""
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 from torch import fx
 
 from ..passes.base import Pass
+from ..passes.quantize import QuantizeOptions
 from ..quantization.grid import MatrixValue
 from ..quantization.number_formats import Array
 from ..runtime.program import KvCacheSpec, WeightSpec
@@ -18,10 +19,19 @@ from ..targets import Target
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramOptions:
-    """How to build a target's program; None and "auto" stand for the back end's own choice."""
+    """How to build a target's program; None and "auto" stand for the back end's own choice.
+
+    `formats` gives matrices, by graph name, a format other than `quantization`'s; `prefill_quantization` stores the layers' matrices
+    once more for prefill. `kv_layers` has a KV dtype for each layer and goes before `kv_dtype`, which is one for all. `kv_rotation` says whether the keys of
+    packed dtypes are rotated by a Walsh-Hadamard transform before they are rounded.
+    """
 
     quantization: str | None = None
+    formats: Mapping[str, str] = field(default_factory=dict)
+    prefill_quantization: str | None = None
     kv_dtype: str = "auto"
+    kv_layers: tuple[str, ...] | None = None
+    kv_rotation: bool | None = None
     max_tokens: int | None = None
     cpu_levels: tuple[str, ...] | None = None
     cache: Path
@@ -99,6 +109,21 @@ class Backend(Protocol):
     @property
     def target(self) -> Target:
         """What it generates code for."""
+        ...
+
+    @property
+    def quantization(self) -> QuantizeOptions:
+        """The stored format of every matrix."""
+        ...
+
+    @property
+    def candidates(self) -> Sequence[str]:
+        """Formats that a matrix may be given, among which an allocator chooses."""
+        ...
+
+    @property
+    def kv_candidates(self) -> Sequence[str]:
+        """KV dtypes that a layer may be given; one if layers cannot differ."""
         ...
 
     def check(self) -> dict[str, str]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import fx
 
@@ -20,13 +21,16 @@ from ..runtime.manifest import TargetEntry
 from .checkpoint import Checkpoint, open_checkpoint, open_config
 from .dump_ir import DumpIr
 from .model_files import model_facts, toolchain, truncate_layers, write_model_files
-from .options import CompileOptions
+from .options import CompileOptions, QuantizationOptions
 from .progress import Progress, Silent
 from .report import CompileReport, TargetReport
 from .trace import trace
 from .verify_passes import VerifyPasses
 from .weights import WeightStore
 from .write_weights import WeightPlan
+
+if TYPE_CHECKING:
+    from .calibrate import TargetQuantizer
 
 
 def compile_model(
@@ -35,14 +39,20 @@ def compile_model(
     """Compile `model` (HF folder, GGUF file or hub id) for `target` into the bundle `output`.
 
     `target` may name several, separated by commas: the bundle then holds a program for each, and the weights that they share once.
-    Further keyword options are the fields of `CompileOptions`: `quantization`, `kv_dtype`, `num_layers`, `verify_each`, ...
+    Further keyword options are the fields of `CompileOptions` and `QuantizationOptions`: `quantization`, `kv_dtype`, `num_layers`,
+    `method`, `calibration`, `max_kl`, ...
     Raises subclasses of `LlmcError`; on any error no bundle is left behind.
     """
-    unknown = sorted(set(options) - {f.name for f in fields(CompileOptions)})
+    names = [f.name for part in (CompileOptions, QuantizationOptions) for f in fields(part) if f.name != "quantize"]
+    unknown = sorted(set(options) - set(names))
     if unknown:
-        valid = ", ".join(f.name for f in fields(CompileOptions))
+        valid = ", ".join(names)
         raise UsageError(f"compile: unknown option {unknown[0]!r}; the options are {valid}")
+    nested = {name: options.pop(name) for name in list(options) if name in {f.name for f in fields(QuantizationOptions)}}
+    if nested.get("calibration") is not None:
+        nested["calibration"] = Path(str(nested["calibration"]))
     given: dict[str, object] = {"target": target, "output": output, **options}
+    given["quantize"] = QuantizationOptions(**{k: v for k, v in nested.items() if v is not None})  # type: ignore[arg-type]
     for name in ("output", "config", "dump_ir"):
         if given.get(name) is not None:
             given[name] = Path(str(given[name]))
@@ -63,6 +73,7 @@ class _Compile:
         self.backends = options.backends()
         self.seconds: dict[str, float] = {}
         self.dumps: dict[str, DumpIr] = {}
+        self.quantizer: TargetQuantizer | None = None
 
     def run(self) -> CompileReport:
         with self._stage("open"):
@@ -82,9 +93,14 @@ class _Compile:
             num_parameters=sum(w.num_elements for w in WeightTable.of(module).values()),
             stage_seconds=self.seconds,
         )
-        programs = {backend.target.name: self._program(backend, module, checkpoint, report) for backend in self.backends}
+        stores = self._stores(checkpoint, module, output, report)
+        programs = {
+            backend.target.name: self._program(backend, module, stores[backend.target.name], report) for backend in self.backends
+        }
         if self._writes:
-            self._write(output, {name: program for name, program in programs.items() if program}, checkpoint, tools, report)
+            self._write(output, {name: program for name, program in programs.items() if program}, stores, tools, report)
+            if self.quantizer is not None:
+                self.quantizer.work.remove()
         return report
 
     @property
@@ -104,27 +120,49 @@ class _Compile:
             truncate_layers(checkpoint, options.num_layers)
         return checkpoint
 
+    def _stores(
+        self, checkpoint: Checkpoint, traced: fx.GraphModule, output: Path, report: CompileReport
+    ) -> dict[str, WeightStore]:
+        """The weights of each target: quantised with calibration if that is asked for; the back ends then have the formats chosen."""
+        if not self.options.quantize.calibrates:
+            store = WeightStore(checkpoint)
+            return {backend.target.name: store for backend in self.backends}
+        from .calibrate import TargetQuantizer
+
+        with self._stage("calibrate"):
+            folder = output.absolute().with_name(f".{output.name}.quantized")
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            self.quantizer = TargetQuantizer(checkpoint, traced, self.options.quantize, folder, self.progress)
+        stores = {}
+        with self._stage("quantize"):
+            for index, backend in enumerate(self.backends):
+                done = self.quantizer.run(backend, self.options.program_options())
+                self.backends[index] = done.backend
+                stores[backend.target.name] = WeightStore(checkpoint, quantized=done.model)
+                report.quantization[backend.target.name] = done.report
+        return stores
+
     def _program(
-        self, backend: Backend, traced: fx.GraphModule, checkpoint: Checkpoint, report: CompileReport
+        self, backend: Backend, traced: fx.GraphModule, store: WeightStore, report: CompileReport
     ) -> tuple[fx.GraphModule, LoweredProgram] | None:
         """The passes and the lowering for one target; None if the compile stops before the lowering."""
         name = backend.target.name
         part = report.targets[name] = TargetReport()
         module = copy_module(traced)
         with self._stage("passes"):
-            self._run_passes(backend, module, checkpoint, part)
+            self._run_passes(backend, module, store, part)
         if self.options.stop_after is not None:
             return None
         with self._stage("lower"):
-            config = checkpoint.config
+            config = store.checkpoint.config
             shape = ModelShape(
-                name=checkpoint.name, vocab_size=config.vocab_size, context_length=config.max_position_embeddings
+                name=store.checkpoint.name, vocab_size=config.vocab_size, context_length=config.max_position_embeddings
             )
             program = backend.lower(module, shape)
             part.describe_program(program, module)
         return module, program
 
-    def _run_passes(self, backend: Backend, module: fx.GraphModule, checkpoint: Checkpoint, part: TargetReport) -> None:
+    def _run_passes(self, backend: Backend, module: fx.GraphModule, store: WeightStore, part: TargetReport) -> None:
         options, name = self.options, backend.target.name
         folder = options.dump_ir or DUMP_DIR.get()
         if folder is not None and len(self.backends) > 1:
@@ -133,8 +171,8 @@ class _Compile:
         instruments: list[Instrument] = [self.dumps[name]]
         verify = None
         if options.verify_each is not None:
-            store = WeightStore(checkpoint, backend.decode_matrix)
-            verify = VerifyPasses(store, checkpoint.config.vocab_size, options.verify_each)
+            decoding = WeightStore(store.checkpoint, backend.decode_matrix, store.quantized)
+            verify = VerifyPasses(decoding, store.checkpoint.config.vocab_size, options.verify_each)
             instruments.append(verify)
         part.passes = PassManager(backend.pipeline(), instruments).run(module, options.stop_after)
         if verify is not None:
@@ -144,10 +182,11 @@ class _Compile:
         self,
         output: Path,
         programs: dict[str, tuple[fx.GraphModule, LoweredProgram]],
-        checkpoint: Checkpoint,
+        stores: dict[str, WeightStore],
         tools: dict[str, str],
         report: CompileReport,
     ) -> None:
+        checkpoint = next(iter(stores.values())).checkpoint
         for backend in self.backends:
             report.notes += [note for note in backend.notes() if note not in report.notes]
         with BundleWriter(output) as bundle:
@@ -156,7 +195,7 @@ class _Compile:
                     report.targets[name].binaries = program.build(bundle.folder(f"programs/{name}"), self.progress.done)
             with self._stage("weights"):
                 plan = WeightPlan.make(programs)
-                for _ in self.progress.track(plan.write(bundle.root, WeightStore(checkpoint)), plan.num_tensors()):
+                for _ in self.progress.track(plan.write(bundle.root, stores), plan.num_tensors()):
                     pass
                 report.weight_files = {name: (bundle.root / name).stat().st_size for name in plan.files}
             with self._stage("tokenizer"):

@@ -23,7 +23,7 @@ class _Evaluate(fx.Interpreter):
 
     def get_attr(self, target: object, args: object, kwargs: object) -> Tensor:
         name = str(target)
-        return self.table.constants[name] if name in self.table.constants else self.store.decoded(self.table[name])
+        return self.table.constants[name] if name in self.table.constants else self.store.decoded(name, self.table[name])
 
 
 def _late_weights(module: fx.GraphModule) -> fx.GraphModule:

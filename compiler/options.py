@@ -8,12 +8,45 @@ from pathlib import Path
 from ..codegen import Backend, ProgramOptions, make_backend
 from ..environment import CACHE
 from ..errors import TargetError, UsageError
-from ..runtime.program import CPU_LEVELS, KV_ITEM_BYTES
+from ..quantization.method import Method
+from ..runtime.program import CPU_LEVELS
+from ..runtime.program import KV_DTYPES as STORED_KV_DTYPES
 from ..targets import Target, resolve_target
 
 DEFAULT_TARGET = "cpu-int8"
 NATIVE = "native"  # the highest level of the compiling machine
-KV_DTYPES = ("auto", *KV_ITEM_BYTES)
+KV_DTYPES = ("auto", *STORED_KV_DTYPES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizationOptions:
+    """How weights are quantised where rounding each to nearest is not enough; see the help of `llmc compile`."""
+
+    method: str | None = None
+    calibration: Path | None = None
+    calibration_samples: int = 128
+    calibration_length: int = 512
+    memory_budget: int | None = None
+    max_kl: float | None = None
+    resume: bool = False
+
+    def __post_init__(self) -> None:
+        if self.method is not None:
+            Method.parse(self.method)
+        if self.calibration_samples < 1:
+            raise UsageError(f"calibration samples is {self.calibration_samples}, expected at least 1")
+        if not 16 <= self.calibration_length <= 32768:
+            raise UsageError(f"calibration length is {self.calibration_length}, expected 16 to 32768 tokens")
+        if self.memory_budget is not None and self.memory_budget < 1:
+            raise UsageError(f"memory budget is {self.memory_budget} bytes, expected at least 1")
+        if self.max_kl is not None and not self.max_kl > 0:
+            raise UsageError(f"max KL is {self.max_kl}, expected more than 0 nats")
+
+    @property
+    def calibrates(self) -> bool:
+        """Whether the model has to be run: for a method that looks at activations, or to keep to a limit."""
+        by_method = self.method is not None and Method.parse(self.method).needs_calibration
+        return by_method or any(value is not None for value in (self.calibration, self.memory_budget, self.max_kl))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +57,9 @@ class CompileOptions:
     target: str = DEFAULT_TARGET
     output: Path | None = None
     quantization: str | None = None
+    prefill_quantization: str | None = None
     kv_dtype: str = "auto"
+    quantize: QuantizationOptions = QuantizationOptions()
     config: Path | None = None
     num_layers: int | None = None
     max_tokens: int | None = None
@@ -49,19 +84,29 @@ class CompileOptions:
 
     def backends(self) -> list[Backend]:
         """A code generator for each target, in the order given. Raises `TargetError` and `UsageError`."""
-        options = ProgramOptions(
-            quantization=self.quantization,
-            kv_dtype=self.kv_dtype,
-            max_tokens=self.max_tokens,
-            cpu_levels=self.cpu_levels,
-            cache=CACHE.get(),
-        )
+        options = self.program_options()
         backends = [make_backend(self._with_quantization(target), options) for target in self._targets()]
         names = [backend.target.name for backend in backends]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise TargetError(f"target {twice[0]!r} is given twice; a bundle holds each target once")
+        method = Method.parse(self.quantize.method) if self.quantize.method else None
+        if method is not None and method.equalisation and len(names) > 1:
+            raise UsageError(
+                f"method {method} moves scales into weights that {names[0]} and {names[1]} would share; compile one target at a time"
+            )
         return backends
+
+    def program_options(self) -> ProgramOptions:
+        """What every target's program is asked for."""
+        return ProgramOptions(
+            quantization=self.quantization,
+            prefill_quantization=self.prefill_quantization,
+            kv_dtype=self.kv_dtype,
+            max_tokens=self.max_tokens,
+            cpu_levels=self.cpu_levels,
+            cache=CACHE.get(),
+        )
 
     def _targets(self) -> list[Target]:
         return [resolve_target(name.strip()) for name in self.target.split(",")]

@@ -13,6 +13,7 @@ from torch import fx
 from ..codegen import LoweredProgram
 from ..passes.graph import operator_counts
 from ..passes.manager import PassRecord
+from ..quantization.report import QuantizationReport
 from .dump_ir import log
 
 
@@ -25,6 +26,7 @@ class TargetReport:
     weight_bytes: dict[str, int] = field(default_factory=dict)
     arena_bytes: int = 0
     kv_bytes_per_token: int = 0
+    kv_bytes_per_slot: int = 0
     kernel_calls: dict[str, int] = field(default_factory=dict)
     floors: list[dict[str, object]] = field(default_factory=list)
     binaries: dict[str, int] = field(default_factory=dict)
@@ -37,7 +39,8 @@ class TargetReport:
             weights[weight.kind] += weight.num_bytes()
         self.weight_bytes = dict(weights)
         self.arena_bytes = program.arena_bytes
-        self.kv_bytes_per_token = program.kv_cache.bytes_per_block // program.kv_cache.block_size
+        self.kv_bytes_per_token = program.kv_cache.bytes_per_token
+        self.kv_bytes_per_slot = program.kv_cache.bytes_per_slot
         self.kernel_calls = dict(program.num_calls())
         self.operators = dict(sorted(operator_counts(module).items()))
         self.floors = program.floors()
@@ -50,6 +53,7 @@ class TargetReport:
             "weight_bytes": self.weight_bytes,
             "arena_bytes": self.arena_bytes,
             "kv_bytes_per_token": self.kv_bytes_per_token,
+            "kv_bytes_per_slot": self.kv_bytes_per_slot,
             "kernel_calls": self.kernel_calls,
             "floors": self.floors,
         }
@@ -76,6 +80,7 @@ class CompileReport:
     weight_files: dict[str, int] = field(default_factory=dict)
     bundle_bytes: int = 0
     notes: list[str] = field(default_factory=list)
+    quantization: dict[str, QuantizationReport] = field(default_factory=dict)
 
     def reproducible(self) -> dict[str, object]:
         """Everything that the same inputs give again: no times, no memory peaks, no paths."""
@@ -84,6 +89,7 @@ class CompileReport:
             "architecture": self.architecture,
             "num_parameters": self.num_parameters,
             "targets": {name: target.reproducible() for name, target in self.targets.items()},
+            "quantization": {name: part.as_json() for name, part in self.quantization.items()},
         }
 
     def as_json(self) -> dict[str, object]:

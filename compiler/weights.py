@@ -1,4 +1,4 @@
-"""Reads graph weights from the checkpoint: stacked, in float32, and decoded as their stored format would decode them."""
+"""Reads graph weights: stacked from the checkpoint's tensors, rescaled, or as a quantiser or the checkpoint itself has quantised them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from ..passes.graph import Weight, WeightTable
+from ..quantization.grid import Grid, MatrixValue, QuantizedMatrix, stack
 from ..quantization.number_formats import Array
+from ..quantization.quantized_model import QuantizedModel
+from ..quantization.rescale import Rescaling
 from .checkpoint import Checkpoint
 
 _TIED = {"lm_head.weight": "model.embed_tokens.weight", "model.embed_tokens.weight": "lm_head.weight"}
@@ -18,15 +21,24 @@ _TIED = {"lm_head.weight": "model.embed_tokens.weight", "model.embed_tokens.weig
 class WeightStore:
     """Weights of one graph. Nothing is cached: a caller holds one weight at a time."""
 
-    def __init__(self, checkpoint: Checkpoint, decode_matrix: Callable[[Array, str], Array] | None = None) -> None:
-        """`decode_matrix(value, format)` gives a matrix as a back end's stored format gives it back; `decoded` needs it."""
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        decode_matrix: Callable[[Array, str], Array] | None = None,
+        quantized: QuantizedModel | None = None,
+    ) -> None:
+        """`decode_matrix(value, format)` gives a matrix as a back end's stored format gives it back; `decoded` needs it.
+
+        `quantized` holds matrices that need no rounding any more, and the rescaling of those that do.
+        """
         self.checkpoint = checkpoint
         self.decode_matrix = decode_matrix
+        self.quantized = quantized or QuantizedModel()
 
     def check(self, table: WeightTable) -> None:
         """Raises `CheckpointError` where the checkpoint lacks a source or its shapes do not add up to the graph's."""
         for name, weight in table.items():
-            shapes = [self.checkpoint.shape(self._stored(source)) for source in weight.sources]
+            shapes = [self.shape(source) for source in weight.sources]
             rows = sum(shape[0] for shape in shapes)
             if (rows, *shapes[0][1:]) != weight.shape:
                 raise CheckpointError(
@@ -34,23 +46,58 @@ class WeightStore:
                     "the weights belong to another config"
                 )
 
-    def read(self, weight: Weight) -> Tensor:
-        """The stacked weight in float32."""
-        parts = [self.checkpoint.tensor(self._stored(source)) for source in weight.sources]
-        for source, part in zip(weight.sources, parts, strict=True):
-            if not torch.isfinite(part).all():
-                raise CheckpointError(
-                    f"{self.checkpoint.path}: {source} holds NaN or infinite values, expected finite weights; the checkpoint is damaged"
-                )
-        return (parts[0] if len(parts) == 1 else torch.cat([p.to(torch.float32) for p in parts])).to(torch.float32)
+    def shape(self, source: str) -> tuple[int, ...]:
+        """The shape of a graph weight's source."""
+        return self.checkpoint.shape(self._stored(source))
 
-    def decoded(self, weight: Weight) -> Tensor:
+    def tensor(self, source: str) -> Tensor:
+        """A graph weight's source as the checkpoint stores it. Raises `CheckpointError` for values that are not finite."""
+        value = self.checkpoint.tensor(self._stored(source))
+        if not torch.isfinite(value).all():
+            raise CheckpointError(
+                f"{self.checkpoint.path}: {source} holds NaN or infinite values, expected finite weights; the checkpoint is damaged"
+            )
+        return value
+
+    def read(self, weight: Weight, rescaling: Rescaling | None = None) -> Tensor:
+        """The stacked weight in float32, rescaled as the quantised model needs it, or by `rescaling`."""
+        factors = self.quantized.rescaling if rescaling is None else rescaling
+        parts = [factors.apply(source, self.tensor(source)) for source in weight.sources]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def value(self, name: str, weight: Weight) -> MatrixValue:
+        """What is packed for graph weight `name`: a matrix on the grid of its format if there is one, else float32."""
+        grid = Grid.parse(weight.format)
+        if grid is not None:
+            matrix = self.quantized.matrix(name) or self._kept(weight)
+            if matrix is not None and matrix.grid == grid:
+                return matrix
+        return self.read(weight).numpy()
+
+    def decoded(self, name: str, weight: Weight) -> Tensor:
         """The weight as it comes back from its stored format, in float32."""
-        value = self.read(weight)
-        if weight.format == "f32" or value.dim() != 2:
-            return value
+        value = self.value(name, weight)
+        if isinstance(value, QuantizedMatrix):
+            return torch.from_numpy(value.dequantize())
+        if weight.format == "f32" or value.ndim != 2:
+            return torch.from_numpy(value)
         assert self.decode_matrix is not None
-        return torch.from_numpy(self.decode_matrix(value.numpy(), weight.format))
+        return torch.from_numpy(self.decode_matrix(value, weight.format))
+
+    def kept_grid(self, weight: Weight) -> Grid | None:
+        """The grid that the checkpoint stores all of a weight's sources on; None if there is none or they differ."""
+        matrix = self._kept(weight)
+        return None if matrix is None else matrix.grid
+
+    def _kept(self, weight: Weight) -> QuantizedMatrix | None:
+        """The codes as the checkpoint stores them, where no rescaling is in the way."""
+        if len(weight.shape) != 2 or any(source in self.quantized.rescaling for source in weight.sources):
+            return None
+        parts = [self.checkpoint.stored_matrix(self._stored(source)) for source in weight.sources]
+        matrices = [part for part in parts if isinstance(part, QuantizedMatrix)]
+        if len(matrices) < len(parts) or len({matrix.grid for matrix in matrices}) != 1:
+            return None
+        return matrices[0] if len(matrices) == 1 else stack(matrices)
 
     def _stored(self, source: str) -> str:
         if source not in self.checkpoint.tensor_names() and source in _TIED:

@@ -6,7 +6,8 @@ by token, which is why the same graph is the flattened batch of many sequences. 
 `format` names how a matrix is stored and how its input rows are rounded before the product:
 
 * `f32`, `bf16`: both the same;
-* `int8`, `int8-g<group>`, `int4-g<group>`: integers, inputs rounded to 16 bits of each row's range (CPU);
+* `f16`: inputs in f32 (CPU);
+* `int8`, `int<bits>-g<group>`, `int<bits>-g<group>-asym`: integers, inputs rounded to 16 bits of each row's range (CPU);
 * `fp8`, `fp8-fnuz`, `w8a8`: E4M3 or int8 weights with a scale for each row, inputs likewise (GPU);
 * `w4a16-g<group>`: int4 weights, bf16 inputs (GPU).
 
@@ -21,8 +22,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from . import kv_formats
+
 llmc = torch.ops.llmc  # the namespace the operators below are called through
-BLOCK_SIZE = 16  # tokens in a block of the paged KV pool
+BLOCK_SIZE = kv_formats.BLOCK_SIZE
 
 ACTIVATIONS = {
     "silu": functional.silu,
@@ -228,8 +231,30 @@ def paged_attention(
     their own), `query_start [B+1]`, `context_len [B]`, `block_table [B, max_blocks]`; returns `[1, T, Hq*D]`. `split_kv` asks
     executors to divide the keys, not the queries, among their threads.
     """
+    step = (positions, query_start, context_len, block_table)
+    return _attend_paged(q, k, v, kv_pool, *step, scale, window, softcap, layer, "f32")
+
+
+def _attend_paged(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv_pool: Tensor,
+    positions: Tensor,
+    query_start: Tensor,
+    context_len: Tensor,
+    block_table: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    layer: int,
+    kv_format: str,
+) -> Tensor:
+    """The pool holds exact keys and values here; `kv_format` is applied when they are read."""
     out = torch.empty_like(q)
     groups = q.shape[2] // k.shape[2]
+    if kv_format != "f32":
+        q = kv_formats.round_bf16(q)  # executors multiply it with bfloat16 keys
     for sequence in range(len(context_len)):
         new = slice(int(query_start[sequence]), int(query_start[sequence + 1]))
         position = positions[0, new]
@@ -239,9 +264,20 @@ def paged_attention(
         length = int(context_len[sequence])
         blocks = block_table[sequence, : -(-length // BLOCK_SIZE)]
         keys, values = kv_pool[blocks, layer].transpose(0, 1).flatten(1, 2)[:, :length]  # [length, Hkv, D]
-        scores = torch.einsum("qhd,khd->hqk", q[0, new], keys.repeat_interleave(groups, 1)) * scale
-        probabilities = _causal_softmax(scores, position, torch.arange(length), window, softcap)
-        out[0, new] = torch.einsum("hqk,khd->qhd", probabilities, values.repeat_interleave(groups, 1))
+        keys, values = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
+        seen = kv_formats.round_kv(keys, kv_format), kv_formats.round_kv(values, kv_format)
+        scores = torch.einsum("qhd,khd->hqk", q[0, new], seen[0])
+        kept = None
+        if kv_formats.is_packed(kv_format):
+            keys, values = kv_formats.round_bf16(keys), kv_formats.round_bf16(values)
+            kept = kv_formats.is_kept(position, torch.arange(length))
+            scores = torch.where(kept, torch.einsum("qhd,khd->hqk", q[0, new], keys), scores)
+        probabilities = _causal_softmax(scores * scale, position, torch.arange(length), window, softcap)
+        if kept is None:
+            out[0, new] = torch.einsum("hqk,khd->qhd", probabilities, seen[1])
+        else:
+            out[0, new] = torch.einsum("hqk,khd->qhd", probabilities * ~kept, seen[1])
+            out[0, new] += torch.einsum("hqk,khd->qhd", probabilities * kept, values)
     return out.flatten(2)
 
 
@@ -270,11 +306,14 @@ def rope_paged_attention(
     window: int,
     softcap: float,
     layer: int,
+    kv_format: str = "f32",
+    rotate_keys: bool = False,
     split_kv: bool = False,
 ) -> Tensor:
     """`paged_attention` with everything between it and the fused projection: head split, q and k norms, rotary.
 
-    `qkv [1, T, (Hq + 2*Hkv) * D]` in that order; returns `[1, T, Hq*D]`.
+    `qkv [1, T, (Hq + 2*Hkv) * D]` in that order; returns `[1, T, Hq*D]`. Keys and values are read as a pool of `kv_format` gives them
+    back (`kv_formats.py`); with `rotate_keys`, queries and keys go through `kv_formats.hadamard` first.
     """
     heads = qkv.view(*qkv.shape[:2], num_heads + 2 * num_kv_heads, -1)
     q, k, v = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], 2)
@@ -283,8 +322,10 @@ def rope_paged_attention(
     if k_norm is not None:
         k = rms_norm(k, k_norm, norm_eps, norm_offset)
     q, k = rope(q, positions, inv_freq, rope_scaling), rope(k, positions, inv_freq, rope_scaling)
+    if rotate_keys:
+        q, k = kv_formats.hadamard(q), kv_formats.hadamard(k)
     step = (positions, query_start, context_len, block_table)
-    return cast(Tensor, paged_attention(q, k, v, kv_pool, *step, scale, window, softcap, layer, split_kv))
+    return _attend_paged(q, k, v, kv_pool, *step, scale, window, softcap, layer, kv_format)
 
 
 @rope_paged_attention.register_fake

@@ -55,9 +55,9 @@ def _fuse(graph: fx.Graph, attention: fx.Node) -> bool:
             f"fuse-rope-append: {module_path(attention)}: found q, k and v out of order in the projection, expected q, k, v"
         )
     norms = (operand(q_norm, 1), operand(k_norm, 1), *q_norm.args[2:4]) if q_norm and k_norm else (None, None, 0.0, 0.0)
-    step, constants = attention.args[3:8], attention.args[8:]
+    step, constants, split_kv = attention.args[3:8], attention.args[8:-1], attention.args[-1]
     heads = (shape(q)[2], shape(k)[2])
-    arguments = (qkv, *norms, q.args[2], q.args[3], *step, *heads, *constants)
+    arguments = (qkv, *norms, q.args[2], q.args[3], *step, *heads, *constants, "f32", False, split_kv)
     with graph.inserting_before(attention):
         replace_node(attention, insert(graph, llmc.rope_paged_attention.default, *cast("tuple[fx.Node, ...]", arguments)))
     graph.erase_node(attention)  # it writes to the pool, so it never counts as dead

@@ -11,6 +11,7 @@ from torch import fx
 from .base import Pass, PassResult
 from .dialect import LINEARS, NORMS, llmc
 from .graph import calls, clean, insert, is_call
+from .graph import phases as phases_of
 from .match import operand
 
 
@@ -20,7 +21,7 @@ class PackOperands(Pass):
 
     name = "pack-operands"
     summary = "pack the inputs of linears, inside the norm before them where there is one"
-    requires = frozenset({"quantized"})
+    requires = frozenset({"quantized", "phases"})
     ensures = frozenset({"operands-packed"})
 
     def __init__(self, is_packed: Callable[[fx.Node, str], bool] = lambda value, format: False) -> None:
@@ -28,6 +29,15 @@ class PackOperands(Pass):
         self.is_packed = is_packed
 
     def run(self, module: fx.GraphModule) -> PassResult:
+        folded = separate = 0
+        for graph in phases_of(module).values():
+            in_norm, packed = self._pack(graph)
+            folded, separate = folded + in_norm, separate + packed
+            clean(graph)
+        return PassResult(changed=folded + separate > 0, matches={"in_norm": folded, "pack_rows": separate})
+
+    def _pack(self, module: fx.GraphModule) -> tuple[int, int]:
+        """How many packings were folded into a norm, and how many are operators of their own."""
         folded = separate = 0
         linears = list(calls(module, *LINEARS))
         for source in dict.fromkeys(operand(linear) for linear in linears):
@@ -45,8 +55,7 @@ class PackOperands(Pass):
                 else:
                     _insert(module.graph, source, [n for n in readers if n.args[-1] == format], format)
                     separate += 1
-        clean(module)
-        return PassResult(changed=folded + separate > 0, matches={"in_norm": folded, "pack_rows": separate})
+        return folded, separate
 
 
 def _norm(value: fx.Node) -> fx.Node | None:

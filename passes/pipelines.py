@@ -20,10 +20,32 @@ from .insert_kv_cache import InsertKvCache
 from .pack_operands import PackOperands
 from .plan_memory import PlanMemory, Storage
 from .quantize import Quantize, QuantizeOptions
+from .quantize_kv import KvOptions, QuantizeKv
+from .specialise_prefill import SpecialisePrefill
 from .split_phases import SplitPhases
 
 
-def cpu_pipeline(*, quantization: QuantizeOptions, max_tokens: Mapping[str, int], storage: Storage) -> tuple[Pass, ...]:
+def calibration_pipeline() -> tuple[Pass, ...]:
+    """Passes from a traced graph to one of whole sequences with every pipeline's fused weights, to measure what passes through it."""
+    return (
+        Canonicalise(),
+        FuseRmsNorm(),
+        FuseRope(),
+        FuseGlu(),
+        FuseQkv(),
+        FuseGateUp(),
+        FuseAddNorm(),
+    )
+
+
+def cpu_pipeline(
+    *,
+    quantization: QuantizeOptions,
+    prefill: QuantizeOptions | None,
+    kv: KvOptions,
+    max_tokens: Mapping[str, int],
+    storage: Storage,
+) -> tuple[Pass, ...]:
     """Passes from a traced graph to one that maps kernel for kernel to a CPU program."""
     return (
         # the traced aten graph, tidied
@@ -41,9 +63,11 @@ def cpu_pipeline(*, quantization: QuantizeOptions, max_tokens: Mapping[str, int]
         FuseRopeAppend(),
         # numbers
         Quantize(quantization),
-        PackOperands(),
+        QuantizeKv(kv),
         # execution
         SplitPhases(),
+        SpecialisePrefill(prefill),
+        PackOperands(),
         PlanMemory(max_tokens, storage),
     )
 
@@ -51,6 +75,7 @@ def cpu_pipeline(*, quantization: QuantizeOptions, max_tokens: Mapping[str, int]
 def gpu_pipeline(
     *,
     quantization: QuantizeOptions,
+    prefill: QuantizeOptions | None,
     max_tokens: Mapping[str, int],
     storage: Storage,
     is_packed: Callable[[fx.Node, str], bool],
@@ -73,8 +98,9 @@ def gpu_pipeline(
         FuseRopeAppend(),
         # numbers
         Quantize(quantization),
-        PackOperands(is_packed),
         # execution
         SplitPhases(),
+        SpecialisePrefill(prefill),
+        PackOperands(is_packed),
         PlanMemory(max_tokens, storage),
     )

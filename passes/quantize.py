@@ -3,42 +3,52 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import cast
 
 from torch import fx
 
 from ..errors import PassError, UsageError
+from ..quantization.grid import BITS, GROUP_SIZES
 from .base import Pass, PassResult
 from .dialect import LINEARS, llmc
 from .graph import WeightTable, calls, clean, weight_argument
 
-GROUP_SIZES = (32, 64, 128)
 FORMATS = (
-    *("f32", "bf16", "int8", "fp8", "fp8-fnuz", "w8a8"),
-    *(f"{kind}-g{group}" for kind in ("int8", "int4", "w4a16") for group in GROUP_SIZES),
+    *("f32", "f16", "bf16", "int8", "fp8", "fp8-fnuz", "w8a8"),
+    *(f"{kind}-g{group}" for kind in ("w4a16", *(f"int{bits}" for bits in BITS)) for group in GROUP_SIZES),
+    *(f"int{bits}-g{group}-asym" for bits in BITS for group in GROUP_SIZES),
 )
-_NO_EMBEDDING = ("int4", "w4a16", "w8a8", "fp8")  # formats without an embedding kernel
+_NAMES = "f32, f16, bf16, fp8, fp8-fnuz, w8a8, w4a16-g<group>, int8, int<bits>-g<group> or int<bits>-g<group>-asym"
+_NUMBERS = f"bits of {', '.join(map(str, BITS))} and groups of {', '.join(map(str, GROUP_SIZES))}"
+_NO_EMBEDDING = ("w4a16", "w8a8", "fp8")  # formats without an embedding kernel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizeOptions:
-    """`weights` is the format of the layers' matrices, `head` that of the token embedding and the output head."""
+    """`weights` is the format of the layers' matrices, `head` that of the token embedding and the output head.
+
+    `overrides` gives single matrices, by their graph name, a format of their own.
+    """
 
     weights: str = "f32"
     head: str = "f32"
+    overrides: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for field, value in (("weights", self.weights), ("head", self.head)):
+        for name, value in (("weights", self.weights), ("head", self.head), *self.overrides.items()):
             if value not in FORMATS:
-                raise UsageError(f"quantize: {field} format {value!r} is unknown; choose one of {', '.join(FORMATS)}")
+                raise UsageError(f"quantize: {name} format {value!r} is unknown; choose one of {_NAMES}, with {_NUMBERS}")
         if self.head.startswith(_NO_EMBEDDING):
-            choices = ", ".join(f for f in FORMATS if not f.startswith(_NO_EMBEDDING))
-            raise UsageError(f"quantize: head format {self.head!r} is not supported; choose one of {choices}")
+            raise UsageError(
+                f"quantize: head format {self.head!r} has no embedding kernel; choose f32, f16, bf16 or an integer format, such as int8-g32"
+            )
 
 
 class Quantize(Pass):
-    """Round-to-nearest: int8, fp8 and w8a8 with a scale for each row, those with `-g` with a float16 scale for each group of columns."""
+    """int8, fp8 and w8a8 have a scale for each row, formats with `-g` a float16 scale for each group of columns, those with `-asym` a
+    minimum, too."""
 
     name = "quantize"
     summary = "set the stored format of every matrix"
@@ -51,6 +61,9 @@ class Quantize(Pass):
 
     def run(self, module: fx.GraphModule) -> PassResult:
         table = WeightTable.of(module)
+        unknown = sorted(set(self.options.overrides) - set(table))
+        if unknown:
+            raise PassError(f"quantize: a format is given for {unknown[0]!r}, expected the name of a matrix of the graph")
         output = cast(fx.Node, module.graph.output_node().args[0])
         heads = {weight_argument(n, 0).target for n in calls(module, llmc.embedding.default)}
         heads |= {weight_argument(n, 1).target for n in calls(module, llmc.linear.default) if n is _source(output)}
@@ -58,7 +71,7 @@ class Quantize(Pass):
         changed = False
         for node in calls(module, llmc.embedding.default, *LINEARS):
             weight = str(weight_argument(node, 0 if node.target is llmc.embedding.default else 1).target)
-            format = self.options.head if weight in heads else self.options.weights
+            format = self.options.overrides.get(weight) or (self.options.head if weight in heads else self.options.weights)
             if len(table[weight].shape) != 2:
                 raise PassError(f"quantize: {weight} has shape {table[weight].shape}, expected a matrix [rows, columns]")
             changed |= node.args[-1] != format

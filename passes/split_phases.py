@@ -24,7 +24,7 @@ class SplitPhases(Pass):
 
     name = "split-phases"
     summary = "gather the logit rows; one graph for prefill and one for decode"
-    requires = frozenset({"operands-packed", "attention-fused"})
+    requires = frozenset({"quantized", "attention-fused"})
     ensures = frozenset({"phases"})
 
     def run(self, module: fx.GraphModule) -> PassResult:

@@ -173,7 +173,8 @@ class Engine:
             length = min(self.scheduler.max_tokens, self.executor.max_logit_rows)
             for start in range(0, len(ids), length):
                 chunk = ids[start : start + length]
-                logits = self.executor.step(StepBatch.build([(chunk, start, blocks)], range(len(chunk))))
+                slot = (self.scheduler.spare_slot, 0)
+                logits = self.executor.step(StepBatch.build([(chunk, start, blocks)], range(len(chunk)), [slot]))
                 rows.append(logits.numpy().copy())
         finally:
             self.pool.release(blocks)
@@ -242,16 +243,18 @@ class Engine:
                 raise AssertionError(f"{len(self._requests)} requests wait, but none could be scheduled")
             return
         now = time.perf_counter()
-        sequences = []
+        sequences, slots = [], []
         for item in scheduled:
             request = item.request
             if request.scheduled_at is None:
                 request.scheduled_at = now
             start = request.num_computed
             sequences.append((request.tokens(start, start + item.num_tokens), start, request.blocks))
+            assert request.slot is not None, "a scheduled request runs"
+            slots.append((request.slot, request.slot_start))
         ends = [end - 1 for end in accumulate(item.num_tokens for item in scheduled)]
         completing = [index for index, item in enumerate(scheduled) if item.completes]
-        logits = self.executor.step(StepBatch.build(sequences, [ends[index] for index in completing]))
+        logits = self.executor.step(StepBatch.build(sequences, [ends[index] for index in completing], slots))
         sampled = self._sample(logits, [scheduled[index] for index in completing])
         now = time.perf_counter()
         requests = [scheduled[index].request for index in completing]

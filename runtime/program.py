@@ -8,7 +8,7 @@ import msgspec
 
 from ..errors import BundleError
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 BLOCK_SIZE = 16  # tokens in a KV block; fixed by the layout of a block
 MAX_THREADS = 256  # the arena has workspace for so many
 CPU_LEVELS = ("portable", "avx2", "avx512", "amx")  # index = what llmc_cpu_level returns
@@ -16,6 +16,9 @@ MAX_PROGRAM_BYTES = 64 << 20
 
 KV_ITEM_BYTES = {"f32": 4, "bf16": 2, "fp8": 1, "int8": 1}
 KV_SCALE_BYTES = {"f32": 0, "bf16": 0, "fp8": 4, "int8": 4}  # of each token and head, for K and for V
+KV_INT4_GROUP = 32  # channels that share a scale of 2 bytes; the last group is filled up
+KV_DTYPES = (*KV_ITEM_BYTES, "int4")
+KV_SLOT_BLOCKS = 4  # of a sequence's slot in a CPU program: block 0, and a ring of the three newest
 BACKENDS = ("cpu", "cuda", "rocm")
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
@@ -32,15 +35,37 @@ class Scheme(msgspec.Struct, frozen=True, kw_only=True):
     kv: str
 
 
-class KvCacheSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """The KV pool a program works on; to the runtime a block is `bytes_per_block` opaque bytes for 16 tokens."""
+def kv_head_bytes(dtype: str, head_dim: int) -> int:
+    """Bytes of one token's key, or value, for one kv head; `dtype` is one of `KV_DTYPES`."""
+    if dtype == "int4":
+        return -(-head_dim // KV_INT4_GROUP) * (KV_INT4_GROUP // 2 + 2)
+    return head_dim * KV_ITEM_BYTES[dtype] + KV_SCALE_BYTES[dtype]
 
-    dtype: str
+
+class KvCacheSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """The KV pool a program works on; to the runtime a block is `bytes_per_block` opaque bytes for 16 tokens.
+
+    `layer_dtypes` has one of `KV_DTYPES` for each layer. A sequence that runs has a slot of `bytes_per_slot` beside the pool,
+    for what it reads in 16 bit of keys and values that the pool has in fewer; 0 where there is no such thing.
+    """
+
+    layer_dtypes: list[str]
     num_layers: Count
     num_kv_heads: Count
     head_dim: Count
     block_size: int
     bytes_per_block: Annotated[int, msgspec.Meta(ge=1, le=2**40)]
+    bytes_per_slot: Annotated[int, msgspec.Meta(ge=0, le=2**40)] = 0
+
+    @property
+    def dtype(self) -> str:
+        """The type of all layers, or `mixed`."""
+        return self.layer_dtypes[0] if len(set(self.layer_dtypes)) == 1 else "mixed"
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of the pool that a token takes."""
+        return self.bytes_per_block // self.block_size
 
 
 class WeightSpec(msgspec.Struct, frozen=True, kw_only=True):

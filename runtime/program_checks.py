@@ -8,8 +8,8 @@ from ..errors import BundleError
 from .program import (
     BLOCK_SIZE,
     CPU_LEVELS,
-    KV_ITEM_BYTES,
-    KV_SCALE_BYTES,
+    KV_DTYPES,
+    KV_SLOT_BLOCKS,
     Argument,
     Call,
     CpuProgram,
@@ -18,6 +18,7 @@ from .program import (
     KvCacheSpec,
     ParameterEntry,
     Program,
+    kv_head_bytes,
 )
 
 INPUTS = ("token_ids", "positions", "query_start", "context_len", "block_table", "logit_rows")
@@ -29,7 +30,7 @@ _OF_SAMPLER = ("sampling", "sampled")
 
 def check_program(program: CpuProgram | GpuProgram, where: str) -> None:
     """Everything that the types of the schema do not say; `where` begins each message. Raises BundleError."""
-    _check_kv(program.kv_cache, where)
+    _check_kv(program.kv_cache, where, has_slots=isinstance(program, CpuProgram))
     _check_phases(program, where)
     counts = Counter(weight.name for weight in program.weights)
     twice = [name for name, count in counts.items() if count > 1]
@@ -49,18 +50,29 @@ def _check_libraries(program: CpuProgram, where: str) -> None:
         raise BundleError(f"{where}: no 'portable' library; found {sorted(program.libraries)}")
 
 
-def _check_kv(kv: KvCacheSpec, where: str) -> None:
+def _check_kv(kv: KvCacheSpec, where: str, *, has_slots: bool) -> None:
     if kv.block_size != BLOCK_SIZE:
         raise BundleError(f"{where}: kv_cache.block_size is {kv.block_size}, expected {BLOCK_SIZE}")
-    item = KV_ITEM_BYTES.get(kv.dtype)
-    if item is None:
-        raise BundleError(f"{where}: kv_cache.dtype is {kv.dtype!r}, expected one of {', '.join(KV_ITEM_BYTES)}")
-    token_bytes = kv.head_dim * item + KV_SCALE_BYTES[kv.dtype]
-    least = 2 * kv.num_layers * kv.num_kv_heads * BLOCK_SIZE * token_bytes
+    if len(kv.layer_dtypes) != kv.num_layers:
+        raise BundleError(
+            f"{where}: kv_cache.layer_dtypes lists {len(kv.layer_dtypes)} layers, but kv_cache.num_layers is {kv.num_layers}"
+        )
+    unknown = [dtype for dtype in kv.layer_dtypes if dtype not in KV_DTYPES]
+    if unknown:
+        raise BundleError(f"{where}: kv_cache.layer_dtypes holds {unknown[0][:40]!r}, expected of each {', '.join(KV_DTYPES)}")
+    tokens = 2 * kv.num_kv_heads * BLOCK_SIZE  # keys and values of one layer of a block
+    least = tokens * sum(kv_head_bytes(dtype, kv.head_dim) for dtype in kv.layer_dtypes)
     if kv.bytes_per_block < least:
         raise BundleError(
-            f"{where}: kv_cache.bytes_per_block is {kv.bytes_per_block}, but 2 * {kv.num_layers} layers * "
-            f"{kv.num_kv_heads} heads * {BLOCK_SIZE} tokens * {token_bytes} bytes = {least}"
+            f"{where}: kv_cache.bytes_per_block is {kv.bytes_per_block}, but 2 * {kv.num_kv_heads} heads * {BLOCK_SIZE} tokens "
+            f"of {kv.num_layers} {kv.dtype} layers take {least}"
+        )
+    num_packed = sum(dtype not in ("f32", "bf16") for dtype in kv.layer_dtypes) if has_slots else 0
+    slot = num_packed * KV_SLOT_BLOCKS * tokens * kv_head_bytes("bf16", kv.head_dim)
+    if kv.bytes_per_slot != slot:
+        raise BundleError(
+            f"{where}: kv_cache.bytes_per_slot is {kv.bytes_per_slot}, but {num_packed} layers with slots of {KV_SLOT_BLOCKS} "
+            f"blocks in bf16 take {slot}"
         )
     if kv.bytes_per_block % 64:
         raise BundleError(f"{where}: kv_cache.bytes_per_block is {kv.bytes_per_block}, expected a multiple of 64")

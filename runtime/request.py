@@ -25,6 +25,8 @@ class Request:
     submitted_at: float
     # Set by the scheduler.
     blocks: list[int] = field(default_factory=list)  # block table
+    slot: int | None = None  # among the executor's, while it runs
+    slot_start: int = 0  # tokens that were in the pool when it got the slot
     num_computed: int = 0  # tokens whose keys and values are in the pool
     num_preemptions: int = 0
     # Set by the engine after each step.

@@ -38,6 +38,12 @@ class Scheduler:
         self.max_num_seqs = min(max_num_seqs, max_tokens)
         self.running: list[Request] = []
         self.waiting: deque[Request] = deque()
+        self._free_slots = list(reversed(range(self.max_num_seqs)))  # the one freed last is taken first
+
+    @property
+    def spare_slot(self) -> int:
+        """A slot that no request ever gets, for a sequence beside them."""
+        return self.max_num_seqs
 
     def add(self, request: Request) -> None:
         """Queue a request; raises CapacityError for one that would not fit in an empty pool."""
@@ -53,7 +59,7 @@ class Scheduler:
         self.waiting.append(request)
 
     def remove(self, request: Request) -> None:
-        """Drop a finished or aborted request and free its blocks."""
+        """Drop a finished or aborted request and free its blocks and slot."""
         if request in self.running:
             self.running.remove(request)
         else:
@@ -85,6 +91,7 @@ class Scheduler:
             if not self._grow(request, request.num_tokens):
                 break
             self.running.append(self.waiting.popleft())
+            request.slot, request.slot_start = self._free_slots.pop(), request.num_computed
             num_tokens = min(request.num_pending, budget)
             chunks.append(ScheduledChunk(request, num_tokens))
             budget -= num_tokens
@@ -110,3 +117,6 @@ class Scheduler:
     def _release(self, request: Request) -> None:
         self.pool.release(request.blocks)
         request.blocks = []
+        if request.slot is not None:
+            self._free_slots.append(request.slot)
+            request.slot = None

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from torch import fx
 
-from ...errors import TargetError, ToolchainError, UsageError
+from ...errors import TargetError, ToolchainError
 from ...passes.base import Pass
 from ...passes.pipelines import cpu_pipeline
 from ...passes.plan_memory import RowLayout
-from ...passes.quantize import GROUP_SIZES, QuantizeOptions
+from ...passes.quantize import QuantizeOptions
+from ...passes.quantize_kv import KvOptions
+from ...quantization.grid import BITS, GROUP_SIZES, Grid
 from ...quantization.number_formats import Array
 from ...runtime.program import CPU_LEVELS, Scheme, encode_program
 from ...targets import Target
@@ -24,16 +27,21 @@ from .toolchain import Compiler, compile_levels, find_compiler
 
 DEFAULT_MAX_TOKENS = 512
 NATIVE = "native"  # the highest level of the compiling machine
-KV_DTYPES = ("bf16", "f32")
 _HEAD = "int8-g32"  # of every integer quantization but int8-channel: errors in the head reach the logits undamped
+_GRIDS = [
+    Grid(bits=bits, group=group, symmetric=symmetric) for symmetric in (True, False) for bits in BITS for group in GROUP_SIZES
+]
 QUANTIZATIONS = {
     "f32": QuantizeOptions(weights="f32", head="f32"),
     "bf16": QuantizeOptions(weights="bf16", head="bf16"),
+    "fp16": QuantizeOptions(weights="f16", head="f16"),
     "int8": QuantizeOptions(weights="int8-g128", head=_HEAD),
-    "int4": QuantizeOptions(weights="int4-g32", head=_HEAD),
+    **{f"int{bits}": QuantizeOptions(weights=f"int{bits}-g32", head=_HEAD) for bits in BITS if bits < 8},
     "int8-channel": QuantizeOptions(weights="int8", head="int8"),
-    **{f"int{bits}-g{g}": QuantizeOptions(weights=f"int{bits}-g{g}", head=_HEAD) for bits in (8, 4) for g in GROUP_SIZES},
+    **{str(grid): QuantizeOptions(weights=str(grid), head=_HEAD) for grid in _GRIDS},
 }
+
+CANDIDATES = tuple(f"int{bits}-g{group}" for bits in BITS for group in (32, 64)) + ("int8-g128", "bf16")
 
 
 class CpuBackend:
@@ -43,16 +51,28 @@ class CpuBackend:
         """Raises `TargetError` and `UsageError` for options that CPUs cannot serve."""
         name = options.quantization or target.scheme
         if name not in QUANTIZATIONS:
-            raise TargetError(f"target {target.name!r}: {name!r} has no CPU kernels; there are {', '.join(QUANTIZATIONS)}")
-        if options.kv_dtype not in ("auto", *KV_DTYPES):
-            raise UsageError(
-                f"target {target.name!r}: KV dtype {options.kv_dtype!r} is not to be had; choose {' or '.join(KV_DTYPES)}"
+            short = [known for known in QUANTIZATIONS if "-g" not in known]
+            raise TargetError(
+                f"target {target.name!r}: {name!r} has no CPU kernels; there are {', '.join(short)}, and int<bits>-g<group> with or without "
+                f"-asym, with {', '.join(map(str, BITS))} bits and groups of {', '.join(map(str, GROUP_SIZES))}"
             )
         self.target = target
-        self.quantization = QUANTIZATIONS[name]
+        self.quantization = replace(QUANTIZATIONS[name], overrides=options.formats)
+        self.prefill = _prefill(target, options.prefill_quantization)
+        self.kv = _kv_options(self.quantization, options)
         self.options = options
         self.max_tokens = options.max_tokens or DEFAULT_MAX_TOKENS
         self._compiler: Compiler | None = None
+
+    @property
+    def candidates(self) -> tuple[str, ...]:
+        """Grids that no other matches in bytes with less error, and bf16."""
+        return CANDIDATES
+
+    @property
+    def kv_candidates(self) -> tuple[str, ...]:
+        """All packed dtypes, and bf16."""
+        return ("int4", "int8", "bf16")
 
     def check(self) -> dict[str, str]:
         """Find the C++ compiler. Raises `ToolchainError`."""
@@ -69,7 +89,7 @@ class CpuBackend:
     def pipeline(self) -> tuple[Pass, ...]:
         """The passes."""
         phases = {"prefill": self.max_tokens, "decode": self.max_tokens}
-        return cpu_pipeline(quantization=self.quantization, max_tokens=phases, storage=row_layout)
+        return cpu_pipeline(quantization=self.quantization, prefill=self.prefill, kv=self.kv, max_tokens=phases, storage=row_layout)
 
     def decode_matrix(self, value: Array, format: str) -> Array:
         """A float32 matrix as it comes back after being stored in `format`."""
@@ -81,12 +101,15 @@ class CpuBackend:
         return CpuBuild(lowered, self.options, lambda: self._compiler or find_compiler())
 
     def scheme(self) -> Scheme:
-        """The number formats as program.json names them; KV is bf16 unless everything is f32."""
-        formats, kv = self.quantization, self.options.kv_dtype
-        group = formats.weights.partition("-g")[2]
-        if kv == "auto":
-            kv = "f32" if formats.weights == "f32" else "bf16"
-        return Scheme(weights=formats.weights.split("-")[0], head=formats.head, group_size=int(group) if group else None, kv=kv)
+        """The number formats as program.json names them."""
+        formats = self.quantization
+        weights = formats.weights
+        group = MatrixFormat.parse(weights).group
+        kv = self.kv.formats[0] if len(set(self.kv.formats)) == 1 else "mixed"
+        weights = weights.replace(f"-g{group}", "")
+        if set(formats.overrides.values()) - {formats.weights, formats.head}:
+            weights, group = "mixed", None
+        return Scheme(weights=weights, head=formats.head, group_size=group, kv=kv)
 
 
 class CpuBuild:
@@ -137,6 +160,23 @@ class CpuBuild:
             )
         rest = [level for level in compiler.levels if level in wanted and level not in libraries]
         return libraries | compile_levels(source, folder, levels=rest, compiler=compiler, cache=cache)
+
+
+def _prefill(target: Target, name: str | None) -> QuantizeOptions | None:
+    if name is None:
+        return None
+    if name not in QUANTIZATIONS:
+        raise TargetError(f"target {target.name!r}: prefill in {name!r} has no CPU kernels; there are {', '.join(QUANTIZATIONS)}")
+    return QUANTIZATIONS[name]
+
+
+def _kv_options(quantization: QuantizeOptions, options: ProgramOptions) -> KvOptions:
+    """One format for each layer or for all; by default bf16, unless everything is f32. Raises `UsageError`."""
+    formats = options.kv_layers
+    if formats is None:
+        default = "f32" if quantization.weights == "f32" else "bf16"
+        formats = (default if options.kv_dtype == "auto" else options.kv_dtype,)
+    return KvOptions(formats=formats, rotation=options.kv_rotation)
 
 
 def row_layout(value: fx.Node, width: int, pack: str) -> RowLayout:

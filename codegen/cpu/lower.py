@@ -13,10 +13,10 @@ from torch import fx
 from ...errors import UnsupportedModelError
 from ...passes.dialect import llmc
 from ...passes.graph import Operator, WeightTable, module_path, operator_name, shape, source_line
-from ...passes.insert_kv_cache import KvCacheShape
 from ...passes.plan_memory import MemoryPlan
-from ...runtime.program import KV_ITEM_BYTES, Call
+from ...runtime.program import Call
 from .formats import MatrixFormat
+from .kv_layout import KvLayout
 from .weight_layout import StoredWeight
 
 
@@ -68,7 +68,7 @@ class _Phase:
     module: fx.GraphModule
     plan: MemoryPlan
     weights: WeightList
-    kv_dtype: str
+    kv: KvLayout
     workspace_offset: int
 
     def at(self, value: object) -> str:
@@ -120,14 +120,14 @@ def lowers(target: Operator) -> Callable[[_Lowering], _Lowering]:
 
 
 def lower_phase(
-    module: fx.GraphModule, plan: MemoryPlan, weights: WeightList, *, kv_dtype: str, workspace_offset: int
+    module: fx.GraphModule, plan: MemoryPlan, weights: WeightList, *, kv: KvLayout, workspace_offset: int
 ) -> list[KernelCall]:
     """The kernel calls of one phase. Raises `UnsupportedModelError` for an operator that has no CPU kernel."""
     phase = _Phase(
         module=module,
         plan=plan,
         weights=weights,
-        kv_dtype=kv_dtype,
+        kv=kv,
         workspace_offset=workspace_offset,
     )
     calls: list[KernelCall] = []
@@ -257,12 +257,9 @@ def _gather_rows(phase: _Phase, node: fx.Node) -> tuple[_Kernel, ...]:
 @lowers(llmc.rope_paged_attention.default)
 def _attention(phase: _Phase, node: fx.Node) -> tuple[_Kernel, ...]:
     qkv, q_norm, k_norm, norm_eps, norm_offset, inv_freq, rope_scaling = node.args[:7]
-    num_heads, num_kv_heads, scale, window, softcap, layer, split_kv = node.args[12:]
-    cache = cast(KvCacheShape, phase.module.meta["kv_cache"])
-    item = KV_ITEM_BYTES[phase.kv_dtype]
-    layer_bytes = 2 * cache.num_kv_heads * cache.head_dim * cache.block_size * item
-    place = (str(cast(int, layer) * layer_bytes), str(cache.num_layers * layer_bytes))
-    kv = "KvF32" if phase.kv_dtype == "f32" else "KvBf16"
+    num_heads, num_kv_heads, scale, window, softcap, layer, _, rotate_keys, split_kv = node.args[12:]
+    place, kv = phase.kv.place(cast(int, layer)), phase.kv.kernel_type(cast(int, layer))
+    dim = phase.kv.shape.head_dim
     rotary = str(2 * shape(cast(fx.Node, inv_freq))[0])
     heads = (str(num_heads), str(num_kv_heads))
     width = str(shape(node)[-1])
@@ -276,13 +273,13 @@ def _attention(phase: _Phase, node: fx.Node) -> tuple[_Kernel, ...]:
         phase.vector(inv_freq),
         rotary,
         _float(rope_scaling),
-        *place,
+        place,
     )
     attend = (
         phase.at(qkv),
         str(shape(cast(fx.Node, qkv))[-1]),
         *heads,
-        *place,
+        place,
         _float(scale),
         str(window),
         _float(softcap),
@@ -291,10 +288,13 @@ def _attention(phase: _Phase, node: fx.Node) -> tuple[_Kernel, ...]:
         f"p({phase.workspace_offset})",
     )
     kind = "decode" if split_kv else "prefill"
-    return (
-        _Kernel(f"rope_append<{cache.head_dim}, {kv}>", append),
-        _Kernel(f"attention_{kind}<{cache.head_dim}, {kv}>", attend),
+    kernels = (
+        _Kernel(f"rope_append<{dim}, {kv}, true>" if rotate_keys else f"rope_append<{dim}, {kv}>", append),
+        _Kernel(f"attention_{kind}<{dim}, {kv}>", attend),
     )
+    if not phase.kv.is_packed(cast(int, layer)):
+        return kernels
+    return (*kernels, _Kernel(f"keep_newest<{dim}>", (phase.at(qkv), *heads, place)))
 
 
 def _float(value: object) -> str:

@@ -5,7 +5,8 @@ Everything is numpy and works on one matrix `[N, K]` at a time.
 
 from __future__ import annotations
 
-from typing import Any, Final, Literal, TypeAlias
+from collections.abc import Iterator
+from typing import Final, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -13,16 +14,20 @@ import numpy.typing as npt
 from ...quantization.grid import COLUMN_ALIGN, num_groups
 from ...quantization.number_formats import Array, Float32, from_bf16, round_up
 
-Format: TypeAlias = Literal["f32", "bf16", "i8", "i8g", "i4"]
+Format: TypeAlias = Literal["f32", "f16", "bf16", "i8", "i8g", "i3", "i4", "i5", "i6", "i3a", "i4a", "i5a", "i6a", "i8a"]
+"""The kernels' names (`config.hpp`)."""
 
 BLOCK: Final = 16
 """Rows of a weight block, and the multiple to which vectors are padded."""
+_QUADS: Final = 8  # of 4 columns, in a unit of 32
+_PLANES: Final = {8: (8,), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1)}  # widths, from the lowest bits up
+_SLICE_VALUES: Final = 1 << 18
 
 
 def operand_row_bytes(kind: Format, k: int, group_size: int | None = None) -> int:
     """Bytes of one packed activation row for a linear with weights of `kind` and `k` inputs (`operand.hpp`)."""
     padded = round_up(k, COLUMN_ALIGN)
-    if kind == "f32":
+    if kind in ("f32", "f16"):
         return padded * 4
     if kind == "bf16":
         return padded * 2
@@ -30,70 +35,50 @@ def operand_row_bytes(kind: Format, k: int, group_size: int | None = None) -> in
     return round_up(2 * padded + 4 + 8 * groups, 64)
 
 
-def attention_workspace_bytes(
-    max_tokens: int,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    context_length: int,
-    threads: int,
-) -> int:
-    """Bytes of an attention kernel's workspace, the same as `llmc::attention_workspace_bytes` (`attention.hpp`)."""
-    chunk, prefill_rows, decode_rows, decode_slots = 128, 32, 8, 256
-    width = round_up(head_dim, BLOCK)
-
-    def state(rows: int) -> int:
-        return round_up(rows * (width + 2), BLOCK)
-
-    prefill = threads * (prefill_rows * (width + chunk) + 2 * state(prefill_rows))
-    decode = threads * decode_rows * (width + chunk) + decode_slots * state(decode_rows)
-    decode += max_tokens * num_heads * (width + 2)
-    return round_up(4 * max(prefill, decode), 64)
-
-
 # Packers
 
 
 def pack_f32(w: Array) -> Float32:
     """`[N, K]` to `[NB, Kp, 16]`."""
-    return _to_blocks(np.asarray(w, np.float32), 0)
+    return _to_blocks(np.asarray(w, np.float32), round_up(w.shape[1], COLUMN_ALIGN))
+
+
+def pack_f16(w: Array) -> npt.NDArray[np.float16]:
+    """`[N, K]` to `[NB, Kp, 16]`, to nearest even; what float16 cannot reach becomes its largest value."""
+    largest = np.finfo(np.float16).max
+    return _to_blocks(np.clip(w, -largest, largest).astype(np.float16), round_up(w.shape[1], COLUMN_ALIGN))
 
 
 def pack_bf16(w: npt.NDArray[np.uint16]) -> npt.NDArray[np.uint16]:
     """bfloat16 bits `[N, K]` to `[NB, Kp/2, 16, 2]`."""
-    blocks = _to_blocks(_columns_as(w, 0, np.dtype(np.uint32)), 0)
+    n, k = w.shape
+    padded = np.zeros((n, round_up(k, COLUMN_ALIGN)), np.uint16)
+    padded[:, :k] = w
+    blocks = _to_blocks(padded.view(np.uint32), padded.shape[1] // 2)
     return blocks.view(np.uint16).reshape(*blocks.shape, 2)
 
 
-def pack_int8(q: npt.NDArray[np.int8], scale: Float32) -> tuple[npt.NDArray[np.uint8], Float32]:
-    """`q [N, K]`, `scale [N]` to data `[NB, Kp/4, 16, 4]`, scale `[NB * 16]`."""
-    return _pack_bytes(q), pack_vector(scale)
+def pack_codes(codes: npt.NDArray[np.uint8], bits: int, fill: int) -> npt.NDArray[np.uint8]:
+    """Codes `[N, K]`, below `2^bits`, to the bit planes `[NB, Kp*bits/32, 16, 4]`; `fill` is the code of the padding."""
+    n, k = codes.shape
+    columns = round_up(k, COLUMN_ALIGN)
+    out = np.empty((-(-n // BLOCK), columns * bits // 32, BLOCK), np.uint32)
+    for rows in _block_slices(n, columns):
+        padded = np.full((round_up(rows.stop - rows.start, BLOCK), columns), fill, np.uint8)
+        padded[: rows.stop - rows.start, :k] = codes[rows]
+        words = _to_planes(padded.view(np.uint32).reshape(-1, _QUADS), bits)
+        blocks = slice(rows.start // BLOCK, -(-rows.stop // BLOCK))
+        out[blocks] = words.reshape(-1, BLOCK, out.shape[1]).transpose(0, 2, 1)
+    return out.view(np.uint8).reshape(*out.shape, 4)
 
 
-def pack_int8_groups(
-    q: npt.NDArray[np.int8], scale: npt.NDArray[np.float16]
-) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.float16]]:
-    """`q [N, K]`, `scale [N, G]` to data `[NB, Kp/4, 16, 4]`, scale `[NB, G, 16]`."""
-    return _pack_bytes(q), _to_blocks(np.ascontiguousarray(scale, np.float16), 0)
-
-
-def pack_int4(q: npt.NDArray[np.int8], scale: npt.NDArray[np.float16]) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.float16]]:
-    """`q [N, K]` in -8..7, `scale [N, G]` to data `[NB, Kp/8, 16, 4]`, scale `[NB, G, 16]`."""
-    n, k = q.shape
-    padded_k = round_up(k, COLUMN_ALIGN)
-    nibbles = np.full((n, padded_k), 8, np.uint8)
-    np.add(q, 8, out=nibbles[:, :k], casting="unsafe")
-    octets = nibbles.reshape(n, padded_k // 8, 2, 4)
-    data = octets[:, :, 0] | (octets[:, :, 1] << np.uint8(4))
-    blocks = _to_blocks(data.reshape(n, padded_k // 2).view(np.uint32), np.uint32(0x88888888))
-    scales = _to_blocks(np.ascontiguousarray(scale, np.float16), 0)
-    return blocks.view(np.uint8).reshape(*blocks.shape, 4), scales
-
-
-def _pack_bytes(q: npt.NDArray[np.int8]) -> npt.NDArray[np.uint8]:
-    offset = q.view(np.uint8) ^ np.uint8(128)  # two's complement + 128
-    blocks = _to_blocks(_columns_as(offset, 128, np.dtype(np.uint32)), np.uint32(0x80808080))
-    return blocks.view(np.uint8).reshape(*blocks.shape, 4)
+def pack_scales(scale: npt.NDArray[np.float16], minimum: npt.NDArray[np.float16] | None = None) -> npt.NDArray[np.float16]:
+    """`[N, G]` to `[NB, G, 16]`; with minimums, both to `[NB, G, 2, 16]`."""
+    n, groups = scale.shape
+    if minimum is None:
+        return _to_blocks(scale, groups)
+    both = np.stack((scale, minimum), axis=2).reshape(n, 2 * groups)
+    return _to_blocks(both, 2 * groups).reshape(-1, groups, 2, BLOCK)
 
 
 def interleave(gate: Array, up: Array) -> Array:
@@ -111,51 +96,95 @@ def pack_vector(v: Array) -> Float32:
     return padded
 
 
-def _columns_as(w: Array, fill: int, word: np.dtype[Any]) -> Array:
-    """Pads the columns of `[N, K]` with `fill` and views neighbours as one `word`."""
-    n, k = w.shape
-    padded_k = round_up(k, COLUMN_ALIGN)
-    if padded_k != k:
-        padded = np.full((n, padded_k), fill, w.dtype)
-        padded[:, :k] = w
-        w = padded
-    return np.ascontiguousarray(w).view(word)
-
-
-def _to_blocks(w: Array, fill: Any) -> Array:
-    """`[N, C]` to `[NB, C, 16]`, rows padded with `fill`; 4-byte elements are padded to 64 columns first."""
+def _to_blocks(w: Array, width: int) -> Array:
+    """`[N, C]` to `[NB, width, 16]`, rows and columns padded with zeros."""
     n, columns = w.shape
-    width = round_up(columns, COLUMN_ALIGN) if w.dtype == np.float32 else columns
     out = np.empty((-(-n // BLOCK), width, BLOCK), w.dtype)
     whole = n // BLOCK
     out[:whole, :columns] = w[: whole * BLOCK].reshape(whole, BLOCK, columns).transpose(0, 2, 1)
     if whole * BLOCK != n:
-        out[whole] = fill
+        out[whole] = 0
         out[whole, :columns, : n - whole * BLOCK] = w[whole * BLOCK :].T
-    out[:, columns:] = fill
+    out[:, columns:] = 0
     return out
 
 
-# Unpackers, for tests and inspection
+def _block_slices(n: int, k: int) -> Iterator[slice]:
+    """Slices of rows that fit a cache, whole blocks but for the last."""
+    rows = round_up(max(1, _SLICE_VALUES // max(k, 1)), BLOCK)
+    return (slice(start, min(start + rows, n)) for start in range(0, n, rows))
 
 
-def unpack(kind: Format, data: Array, scale: Array | None, n: int, k: int, group_size: int | None = None) -> Float32:
-    """The matrix `[N, K]` that a packed one stands for."""
-    if kind == "f32":
-        return _from_blocks(data, n, k)
-    if kind == "bf16":
-        return from_bf16(_from_words(data, n, np.dtype(np.uint16))[:, :k])
-    assert scale is not None, f"format {kind} has scales"
-    words = _from_words(data, n, np.dtype(np.uint8))
-    if kind == "i8":
-        return (words[:, :k].astype(np.float32) - 128) * scale[:n, None]
-    assert group_size is not None, f"format {kind} has a group size"
-    offset = 128
-    if kind == "i4":
-        octets, offset = words.reshape(n, -1, 1, 4), 8
-        words = np.concatenate((octets & np.uint8(15), octets >> np.uint8(4)), axis=2).reshape(n, -1)
-    scales = _from_blocks(scale, n, scale.shape[1]).astype(np.float32)
-    return (words[:, :k].astype(np.float32) - offset) * np.repeat(scales, group_size, axis=1)[:, :k]
+def _to_planes(quads: npt.NDArray[np.uint32], bits: int) -> npt.NDArray[np.uint32]:
+    """Units `[U, 8 quads]`, a word four codes, to the words of their bit planes `[U, bits]`."""
+    if bits == 8:
+        return quads
+    words = np.zeros((len(quads), bits), np.uint32)
+    for first, width, q in _pieces(bits):
+        piece = (quads[:, q] >> np.uint32(first)) & _every_byte(width)
+        words[:, first + q * width // 8] |= piece << np.uint32(q * width % 8)
+    return words
+
+
+def _from_planes(words: npt.NDArray[np.uint32], bits: int) -> npt.NDArray[np.uint32]:
+    """The inverse of `_to_planes`."""
+    if bits == 8:
+        return words
+    quads = np.zeros((len(words), _QUADS), np.uint32)
+    for first, width, q in _pieces(bits):
+        piece = words[:, first + q * width // 8] >> np.uint32(q * width % 8)
+        quads[:, q] |= (piece & _every_byte(width)) << np.uint32(first)
+    return quads
+
+
+def _pieces(bits: int) -> Iterator[tuple[int, int, int]]:
+    """`(first bit, width, quad)` of all that one shift moves. A plane's first bit is also its first word in a unit."""
+    first = 0
+    for width in _PLANES[bits]:
+        yield from ((first, width, q) for q in range(_QUADS))
+        first += width
+
+
+def _every_byte(width: int) -> np.uint32:
+    return np.uint32(((1 << width) - 1) * 0x01010101)
+
+
+# Unpackers
+
+
+def unpack_f32(data: Float32, n: int, k: int) -> Float32:
+    """The matrix `[n, k]` of `pack_f32`."""
+    return _from_blocks(data, n, k)
+
+
+def unpack_f16(data: npt.NDArray[np.float16], n: int, k: int) -> Float32:
+    """The matrix `[n, k]` of `pack_f16`."""
+    return _from_blocks(data, n, k).astype(np.float32)
+
+
+def unpack_bf16(data: npt.NDArray[np.uint16], n: int, k: int) -> Float32:
+    """The matrix `[n, k]` of `pack_bf16`."""
+    words = np.ascontiguousarray(data).view(np.uint32)[..., 0]
+    return from_bf16(_from_blocks(words, n, words.shape[1]).view(np.uint16)[:, :k])
+
+
+def unpack_codes(data: npt.NDArray[np.uint8], bits: int, n: int, k: int) -> npt.NDArray[np.uint8]:
+    """The codes `[n, k]` of `pack_codes`."""
+    blocks = np.ascontiguousarray(data).view(np.uint32)[..., 0]  # [NB, words, 16]
+    out = np.empty((n, k), np.uint8)
+    for rows in _block_slices(n, k):
+        part = blocks[rows.start // BLOCK : -(-rows.stop // BLOCK)]
+        words = np.ascontiguousarray(part.transpose(0, 2, 1)).reshape(-1, bits)
+        codes = _from_planes(words, bits).view(np.uint8).reshape(part.shape[0] * BLOCK, -1)
+        out[rows] = codes[: rows.stop - rows.start, :k]
+    return out
+
+
+def unpack_scales(packed: npt.NDArray[np.float16], n: int) -> npt.NDArray[np.float16]:
+    """The scales `[n, G]` of `pack_scales`; with minimums, both as `[n, G, 2]`."""
+    flat = packed.reshape(packed.shape[0], -1, BLOCK)
+    rows = _from_blocks(flat, n, flat.shape[1])
+    return rows.reshape(n, *packed.shape[1:-1])
 
 
 def deinterleave(packed: Array) -> tuple[Array, Array]:
@@ -170,9 +199,3 @@ def _from_blocks(blocks: Array, n: int, columns: int) -> Array:
     """`[NB, C, 16]` to `[n, columns]`."""
     rows = blocks.transpose(0, 2, 1).reshape(-1, blocks.shape[1])
     return np.ascontiguousarray(rows[:n, :columns])
-
-
-def _from_words(data: Array, n: int, element: np.dtype[Any]) -> Array:
-    """`[NB, C, 16, per word]` to `[n, C * per word]`."""
-    rows = np.ascontiguousarray(data).transpose(0, 2, 1, 3).reshape(-1, data.shape[1] * data.shape[3])
-    return np.ascontiguousarray(rows[:n], dtype=element)

@@ -11,11 +11,10 @@ from torch import fx
 from ...passes.dialect import llmc
 from ...passes.graph import calls
 from ...passes.graph import phases as phases_of
-from ...passes.insert_kv_cache import KvCacheShape
 from ...passes.plan_memory import MemoryPlan
-from ...runtime.program import ABI_VERSION, KV_ITEM_BYTES, MAX_THREADS, CpuProgram, KvCacheSpec, Phase, Scheme
+from ...runtime.program import ABI_VERSION, MAX_THREADS, CpuProgram, KvCacheSpec, Phase, Scheme
 from ..backend import ModelShape
-from . import packing
+from .kv_layout import KvLayout
 from .lower import KernelCall, WeightList, lower_phase
 from .weight_layout import StoredWeight
 
@@ -82,14 +81,15 @@ class LoweredCpu:
 def lower(module: fx.GraphModule, *, model: ModelShape, target: str, scheme: Scheme, max_tokens: int) -> LoweredCpu:
     """Lower a module that went through the CPU pipeline."""
     plans = cast("dict[str, MemoryPlan]", module.meta["memory"])
-    cache = cast(KvCacheShape, module.meta["kv_cache"])
+    kv = KvLayout.of(module)
+    num_heads = max(cast(int, node.args[12]) for node in calls(module, llmc.rope_paged_attention.default))
     weights = WeightList()
     workspace_offset = max(plan.arena_bytes for plan in plans.values())
     kernels = {
-        name: lower_phase(graph, plans[name], weights, kv_dtype=scheme.kv, workspace_offset=workspace_offset)
+        name: lower_phase(graph, plans[name], weights, kv=kv, workspace_offset=workspace_offset)
         for name, graph in reversed(phases_of(module).items())  # the most special first
     }
-    block_values = cache.num_layers * 2 * cache.num_kv_heads * cache.head_dim * cache.block_size
+    workspace_bytes = kv.workspace_bytes(max_tokens=max_tokens, num_heads=num_heads, threads=MAX_THREADS)
     return LoweredCpu(
         model=model.name,
         target=target,
@@ -97,22 +97,8 @@ def lower(module: fx.GraphModule, *, model: ModelShape, target: str, scheme: Sch
         vocab_size=model.vocab_size,
         context_length=model.context_length,
         max_tokens=max_tokens,
-        arena_bytes=workspace_offset + _workspace_bytes(module, cache, max_tokens, model.context_length),
-        kv_cache=KvCacheSpec(
-            dtype=scheme.kv,
-            num_layers=cache.num_layers,
-            num_kv_heads=cache.num_kv_heads,
-            head_dim=cache.head_dim,
-            block_size=cache.block_size,
-            bytes_per_block=block_values * KV_ITEM_BYTES[scheme.kv],
-        ),
+        arena_bytes=workspace_offset + workspace_bytes,
+        kv_cache=kv.spec(),
         phases=kernels,
         weights=weights.stored,
-    )
-
-
-def _workspace_bytes(module: fx.GraphModule, cache: KvCacheShape, max_tokens: int, context_length: int) -> int:
-    num_heads = max(cast(int, node.args[12]) for node in calls(module, llmc.rope_paged_attention.default))
-    return packing.attention_workspace_bytes(
-        max_tokens, num_heads, cache.num_kv_heads, cache.head_dim, context_length, MAX_THREADS
     )

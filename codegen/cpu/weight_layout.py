@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...quantization.grid import COLUMN_ALIGN, MatrixValue, QuantizedMatrix, num_groups
+from ...quantization.grid import COLUMN_ALIGN, MatrixValue, QuantizedMatrix
 from ...quantization.number_formats import Array, round_up
 from ...runtime.program import WeightSpec
 from ...runtime.weights import tensor_bytes
@@ -40,13 +40,15 @@ class StoredWeight:
             return [WeightSpec(name=self.name, dtype="F32", shape=[rows])]
         blocks, columns = rows // packing.BLOCK, round_up(self.shape[1], COLUMN_ALIGN)
         data = WeightSpec(name=self.name, dtype=self.format.dtype, shape=self.format.data_shape(blocks, columns))
-        if self.format.kind == "i8":
+        grid = self.format.grid
+        if grid is None:
+            return [data]
+        if grid.group is None:
             return [data, WeightSpec(name=f"{self.name}.scale", dtype="F32", shape=[rows])]
-        if self.format.group is not None:
-            even = round_up(blocks, 2)  # so that its bytes are a multiple of 64, as every tensor's
-            shape = [even, num_groups(self.shape[1], self.format.group), packing.BLOCK]
-            return [data, WeightSpec(name=f"{self.name}.scale", dtype="F16", shape=shape)]
-        return [data]
+        even = round_up(blocks, 2)  # so that its bytes are a multiple of 64, as every tensor's
+        parts = [] if grid.symmetric else [2]  # scale and minimum
+        shape = [even, grid.num_groups(self.shape[1]), *parts, packing.BLOCK]
+        return [data, WeightSpec(name=f"{self.name}.scale", dtype="F16", shape=shape)]
 
     def num_bytes(self) -> int:
         """Bytes of all tensors."""

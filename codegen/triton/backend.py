@@ -11,7 +11,8 @@ from torch import fx
 from ...errors import MissingExtraError, TargetError, UsageError
 from ...passes.base import Pass
 from ...passes.pipelines import gpu_pipeline
-from ...passes.quantize import GROUP_SIZES, QuantizeOptions
+from ...passes.quantize import QuantizeOptions
+from ...quantization.grid import GROUP_SIZES
 from ...quantization.number_formats import Array
 from ...runtime.program import Scheme
 from ...targets import Target
@@ -49,16 +50,41 @@ class GpuBackend:
             raise UsageError(
                 f"target {target.name!r}: KV dtype {options.kv_dtype!r} is not to be had on {device.name}; choose {', '.join(kv_dtypes)}"
             )
+        if options.kv_layers is not None or options.kv_rotation:
+            raise UsageError(
+                f"target {target.name!r}: GPU programs keep all layers in one KV dtype, unrotated; leave KV layers and rotation out"
+            )
         if options.cpu_levels is not None:
             raise UsageError(f"target {target.name!r} has no CPU levels; leave --cpu-levels out, or add a cpu target")
         device_facts(device)  # raises where a fact is missing
         self.target = target
         self.fnuz = target.supports("fp8-fnuz")
         weights = "fp8-fnuz" if name == "fp8" and self.fnuz else _WEIGHTS[name]
-        self.quantization = QuantizeOptions(weights=weights, head=_HEAD)
+        self.quantization = QuantizeOptions(weights=weights, head=_HEAD, overrides=options.formats)
+        self.prefill = self._prefill(options.prefill_quantization)
         self.kv_dtype = "bf16" if options.kv_dtype == "auto" else options.kv_dtype
         self.max_tokens = options.max_tokens or DEFAULT_MAX_TOKENS
         self.options = options
+
+    def _prefill(self, name: str | None) -> QuantizeOptions | None:
+        if name is None:
+            return None
+        if name not in _WEIGHTS:
+            raise TargetError(
+                f"target {self.target.name!r}: prefill in {name!r} has no GPU kernels; there are {', '.join(QUANTIZATIONS)}"
+            )
+        return QuantizeOptions(weights="fp8-fnuz" if name == "fp8" and self.fnuz else _WEIGHTS[name], head=_HEAD)
+
+    @property
+    def candidates(self) -> tuple[str, ...]:
+        """What the device multiplies: packed int4, its 8-bit formats, and bf16."""
+        eight = ("fp8-fnuz" if self.fnuz else "fp8",) if self.target.supports("fp8") else ("w8a8",)
+        return ("w4a16-g64", "w4a16-g128", *eight, "bf16")
+
+    @property
+    def kv_candidates(self) -> tuple[str, ...]:
+        """One: the layers of a GPU program share a dtype."""
+        return (self.kv_dtype,)
 
     @property
     def phases(self) -> tuple[PhaseShape, ...]:
@@ -87,6 +113,7 @@ class GpuBackend:
         decode = max(phase.max_tokens for phase in self.phases if phase.single_token)
         return gpu_pipeline(
             quantization=self.quantization,
+            prefill=self.prefill,
             max_tokens={"prefill": self.max_tokens, "decode": decode},
             storage=row_layout,
             is_packed=is_packed,

@@ -327,7 +327,7 @@ def _linear(lowering: Lowering, node: fx.Node) -> list[_Launch]:
 @lowers(llmc.rope_paged_attention.default)
 def _attention(lowering: Lowering, node: fx.Node) -> list[_Launch]:
     qkv, q_norm, k_norm, norm_eps, norm_offset, inv_freq, rope_scaling = node.args[:7]
-    num_heads, num_kv_heads, scale, window, softcap, layer, _ = cast("tuple[int, int, float, int, float, int, bool]", node.args[12:])
+    num_heads, num_kv_heads, scale, window, softcap, layer = cast("tuple[int, int, float, int, float, int]", node.args[12:18])
     cache = cast(KvCacheShape, lowering.module.meta["kv_cache"])
     layer_bytes = attention.layer_bytes(num_kv_heads, cache.head_dim, lowering.kv_format)
     problem = AttentionProblem(

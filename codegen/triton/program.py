@@ -178,7 +178,7 @@ def lower(
         max_tokens=phases[-1].max_tokens,
         arena_bytes=workspace.place(sum(plan.arena_bytes for plan in plans.values())),
         kv_cache=KvCacheSpec(
-            dtype=scheme.kv,
+            layer_dtypes=[scheme.kv] * shape.num_layers,
             num_layers=shape.num_layers,
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,

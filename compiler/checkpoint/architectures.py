@@ -91,8 +91,8 @@ def check_supported(config: PretrainedConfig) -> None:
     if (quantization := getattr(config, "quantization_config", None)) is not None:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
         raise UnsupportedModelError(
-            f"config: quantization_config says {method!r}; only unquantised safetensors and GGUF are supported: "
-            "start from the original 16-bit checkpoint"
+            f"config: quantization_config says {method!r}, which only a folder with its quantised weights can follow: "
+            "remove the entry from this config"
         )
     _check_finite(config.to_dict(), "config")
     _check_sizes({field: getattr(config, field, None) for field in _SIZES})
@@ -175,14 +175,20 @@ def expected_shapes(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
 
 
 def check_tensors(
-    source: str, config: PretrainedConfig, found: Mapping[str, tuple[int, ...]], *, allow_extra_layers: bool = False
+    source: str,
+    config: PretrainedConfig,
+    found: Mapping[str, tuple[int, ...]],
+    *,
+    expected: Mapping[str, tuple[int, ...]] | None = None,
+    allow_extra_layers: bool = False,
 ) -> frozenset[str]:
     """Compare stored tensors with the architecture's; return the names the model uses.
 
     Raises one `CheckpointError` that counts and shows what is absent, misshapen or unknown. A stored tied lm_head is
-    kept. Layers past `num_hidden_layers` are unknown unless `allow_extra_layers`.
+    kept. Layers past `num_hidden_layers` are unknown unless `allow_extra_layers`. `expected` is `expected_shapes(config)`, where
+    the caller has it.
     """
-    expected = expected_shapes(config)
+    expected = expected_shapes(config) if expected is None else expected
     used = {**expected}
     if "lm_head.weight" not in expected and "lm_head.weight" in found:
         used["lm_head.weight"] = expected["model.embed_tokens.weight"]

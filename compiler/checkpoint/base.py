@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig
 
+    from .quantized import StoredMatrix, StoredQuantization
+
 
 class Checkpoint(ABC):
     """An opened checkpoint. Nothing but headers is in memory: each `tensor` call reads one tensor.
@@ -53,6 +55,21 @@ class Checkpoint(ABC):
     @abstractmethod
     def tensor(self, name: str) -> torch.Tensor:
         """One tensor as float32, bfloat16 or float16, dequantised where it is stored in blocks (then float32)."""
+
+    def stored_matrix(self, name: str) -> StoredMatrix | None:
+        """One matrix with the codes that are stored, None where it is stored plainly or no grid holds it.
+
+        Its values are those of `tensor`, but for scales that had to be rounded to float16: `quantization` tells where. Raises
+        `CheckpointError` for an unknown name and for damaged values.
+        """
+        if name not in self.tensor_names():
+            raise self.unknown_tensor(name)
+        return None
+
+    @property
+    def quantization(self) -> StoredQuantization | None:
+        """What is quantised, what of it is kept and what is converted; None for a checkpoint that is stored plainly."""
+        return None
 
     @abstractmethod
     def write_tokenizer(self, out: Path) -> None:

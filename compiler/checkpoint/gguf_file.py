@@ -6,6 +6,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from ...errors import CheckpointError
 from .architectures import build_config, check_tensors
 from .base import Checkpoint, generation_defaults, read_json_object
@@ -14,6 +16,8 @@ from .gguf_reader import GgufReader, GgufTensor
 from .gguf_tensors import hf_names, read_tensor, to_hf_layout
 from .gguf_tokenizer import write_gguf_tokenizer
 from .gguf_vocabulary import end_of_turn_ids
+from .quantized import StoredMatrix, StoredQuantization, summarize
+from .quantized.gguf import GgufWeight, is_quantized
 
 if TYPE_CHECKING:
     import torch
@@ -67,18 +71,46 @@ class GgufCheckpoint(Checkpoint):
         return self._find(name).type_name
 
     def tensor(self, name: str) -> torch.Tensor:
-        return to_hf_layout(
-            name,
-            read_tensor(self._reader, self._find(name)),
-            architecture=self._architecture,
-            heads=self.config.num_attention_heads,
-            kv_heads=self.config.num_key_value_heads,
-        )
+        return self._to_hf_layout(name, read_tensor(self._reader, self._find(name)))
+
+    def stored_matrix(self, name: str) -> StoredMatrix | None:
+        weight = self._weight(name)
+        return None if weight is None else weight.matrix()
+
+    @cached_property
+    def quantization(self) -> StoredQuantization | None:
+        weights = {name: weight for name in self._names if (weight := self._weight(name)) is not None}
+        matrices = sum(len(self.shape(name)) == 2 for name in self._names)
+        return summarize("gguf", weights, matrices - len(weights), ()) if weights else None
 
     def write_tokenizer(self, out: Path) -> None:
         write_gguf_tokenizer(self._reader, out)
+
+    def _weight(self, name: str) -> GgufWeight | None:
+        """The matrix if it is stored in blocks."""
+        tensor = self._find(name)
+        if len(tensor.shape) != 2 or not is_quantized(tensor.type_name):
+            return None
+        return GgufWeight(
+            tensor.type_name,
+            (tensor.shape[0], tensor.shape[1]),
+            f"{self.path}: tensor {tensor.name}",
+            blocks=lambda: self._reader.blocks(tensor),
+            reorder=lambda rows: self._to_hf_layout(name, _torch(rows)).numpy(),
+            values=lambda: self.tensor(name).numpy(),
+        )
+
+    def _to_hf_layout(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        heads, kv_heads = self.config.num_attention_heads, self.config.num_key_value_heads
+        return to_hf_layout(name, tensor, architecture=self._architecture, heads=heads, kv_heads=kv_heads)
 
     def _find(self, name: str) -> GgufTensor:
         if name not in self._names:
             raise self.unknown_tensor(name)
         return self._stored[name]
+
+
+def _torch(rows: np.ndarray) -> torch.Tensor:
+    import torch
+
+    return torch.from_numpy(np.ascontiguousarray(rows))

@@ -74,6 +74,12 @@ class GgufReader:
         """The tensor's bytes, uint8[nbytes], a read-only view of the map."""
         return np.frombuffer(self._map, dtype=np.uint8, count=tensor.nbytes, offset=tensor.offset)
 
+    def blocks(self, tensor: GgufTensor) -> np.ndarray:
+        """The tensor's bytes by block of its type, uint8[blocks, bytes of one], likewise a view."""
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+        return self.data(tensor).reshape(-1, GGML_QUANT_SIZES[GGMLQuantizationType[tensor.type_name]][1])
+
     def _tensor_table(self, count: int) -> dict[str, GgufTensor]:
         entries = []
         for _ in range(count):

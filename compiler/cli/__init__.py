@@ -20,10 +20,11 @@ from . import output
 # Verb -> one line of help. A verb's module is imported only when it is used: `llmc run` never imports torch.
 VERBS = {
     "compile": "Compile a model into a bundle.",
+    "export": "Write a quantised model in another runtime's format.",
     "inspect": "Show what is in a bundle or in a dump of the passes.",
     "run": "Generate text with a bundle.",
     "targets": "List what can be compiled for.",
-    "verify": "Check a bundle: every file, every target.",
+    "verify": "Check a bundle, or whether a model file is as quantised as it claims.",
 }
 
 

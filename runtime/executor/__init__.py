@@ -19,7 +19,7 @@ def make_executor(bundle: Bundle, *, pool: PoolSize, max_num_seqs: int, num_thre
     if choice is None or choice.executor == "cpu":
         from .cpu import CpuExecutor
 
-        return CpuExecutor(bundle, pool=pool, num_threads=num_threads, level=level)
+        return CpuExecutor(bundle, pool=pool, max_num_seqs=max_num_seqs, num_threads=num_threads, level=level)
     if level is not None:
         raise UsageError(f"level={level!r} is for CPU targets, and {choice.target!r} is for a GPU; leave it out")
     if choice.executor == "interpreter":

@@ -12,6 +12,7 @@ class Model(ctypes.Structure):
         ("weights", ctypes.c_void_p),
         ("arena", ctypes.c_void_p),
         ("kv_pool", ctypes.c_void_p),
+        ("kv_slots", ctypes.c_void_p),
         ("max_tokens", ctypes.c_int32),
         ("num_threads", ctypes.c_int32),
     )
@@ -32,5 +33,7 @@ class StepArgs(ctypes.Structure):
         ("context_len", ctypes.c_void_p),
         ("block_table", ctypes.c_void_p),
         ("logit_rows", ctypes.c_void_p),
+        ("slots", ctypes.c_void_p),
+        ("slot_start", ctypes.c_void_p),
         ("logits", ctypes.c_void_p),
     )

@@ -37,10 +37,20 @@ class StepBatch:
     context_len: Int32  # [B]
     block_table: Int32  # [B, max_blocks]
     logit_rows: Int32  # [R]
+    slots: Int32  # [B], where each sequence has what it reads in 16 bit; distinct
+    slot_start: Int32  # [B], the first position whose keys and values were computed with that slot
 
     @classmethod
-    def build(cls, sequences: Sequence[tuple[Sequence[int], int, Sequence[int]]], logit_rows: Sequence[int]) -> StepBatch:
-        """From `(new token ids, tokens already in the pool, block table)` of each sequence."""
+    def build(
+        cls,
+        sequences: Sequence[tuple[Sequence[int], int, Sequence[int]]],
+        logit_rows: Sequence[int],
+        slots: Sequence[tuple[int, int]] | None = None,
+    ) -> StepBatch:
+        """From `(new token ids, tokens already in the pool, block table)` of each sequence.
+
+        `slots` has `(slot, slot start)` of each; without it they are slots 0, 1, ... that have nothing of earlier steps.
+        """
         lengths = [len(ids) for ids, _, _ in sequences]
         query_start = np.zeros(len(sequences) + 1, np.int32)
         np.cumsum(lengths, out=query_start[1:])
@@ -55,7 +65,11 @@ class StepBatch:
             positions[begin:end] = np.arange(start, start + len(ids), dtype=np.int32)
             context_len[index] = start + len(ids)
             block_table[index, : used[index]] = blocks[: used[index]]
-        return cls(token_ids, positions, query_start, context_len, block_table, np.asarray(logit_rows, np.int32))
+        if slots is None:
+            slots = [(index, start) for index, (_, start, _) in enumerate(sequences)]
+        slot, slot_start = np.ascontiguousarray(np.array(slots, np.int32).reshape(-1, 2).T)
+        rows = np.asarray(logit_rows, np.int32)
+        return cls(token_ids, positions, query_start, context_len, block_table, rows, slot, slot_start)
 
 
 class Logits(Protocol):

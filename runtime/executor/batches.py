@@ -53,6 +53,8 @@ def _select(batch: StepBatch, lengths: Int32, chosen: np.ndarray[tuple[int], np.
         context_len=context_len,
         block_table=np.ascontiguousarray(batch.block_table[chosen, :width]),
         logit_rows=new_index[batch.logit_rows[rows]],
+        slots=batch.slots[chosen],
+        slot_start=batch.slot_start[chosen],
     )
     return Part(part, rows)
 
@@ -63,6 +65,7 @@ def pad(batch: StepBatch, num_seqs: int, width: int) -> StepBatch:
     The added sequences have context length 0, position -1 and token id 0, by which kernels know to write nothing for them.
     """
     missing = num_seqs - len(batch.context_len)
+    unused = int(batch.slots.max(initial=-1)) + 1
     block_table = np.zeros((num_seqs, width), np.int32)
     used = batch.block_table.shape[1]
     block_table[: len(batch.block_table), :used] = batch.block_table
@@ -73,6 +76,8 @@ def pad(batch: StepBatch, num_seqs: int, width: int) -> StepBatch:
         context_len=np.pad(batch.context_len, (0, missing)),
         block_table=block_table,
         logit_rows=np.arange(num_seqs, dtype=np.int32),
+        slots=np.concatenate((batch.slots, np.arange(unused, unused + missing, dtype=np.int32))),
+        slot_start=np.pad(batch.slot_start, (0, missing)),
     )
 
 

@@ -30,8 +30,12 @@ _self_tests: dict[int, int] = {}  # by handle -> outcome; a process tests a libr
 class CpuExecutor:
     """An `Executor` over the C interface of docs/bundle.md."""
 
-    def __init__(self, bundle: Bundle, *, pool: PoolSize, num_threads: int | None, level: str | None) -> None:
-        """Open and test the library and map the memory; `level` forces an instruction-set level.
+    def __init__(
+        self, bundle: Bundle, *, pool: PoolSize, max_num_seqs: int, num_threads: int | None, level: str | None
+    ) -> None:
+        """Open and test the library and map the memory, with slots for `max_num_seqs` running requests and one sequence more.
+
+        `level` forces an instruction-set level.
 
         Raises BundleError, CapacityError, and UsageError for a level that cannot be used here.
         """
@@ -40,14 +44,18 @@ class CpuExecutor:
         self._bundle = bundle  # keeps the weights mapped
         self._library, self.level = open_best_library(bundle, level)
         self.num_threads = min(num_threads or environment.NUM_THREADS.get() or available_cpus(), MAX_THREADS)
-        self.num_kv_blocks = pool.on_host(available_bytes() // 2)
+        self.num_slots = max_num_seqs + 1
+        slot_bytes = self.num_slots * program.kv_cache.bytes_per_slot
+        self.num_kv_blocks = pool.on_host(max(available_bytes() // 2 - slot_bytes, 0))
         self.max_logit_rows = program.max_tokens
         self._program = program
         self._arena = allocate(program.arena_bytes, "arena")
         self._kv_pool = allocate(self.num_kv_blocks * program.kv_cache.bytes_per_block, "KV pool")
+        self._kv_slots = allocate(slot_bytes, "slots of sequences")
         self._model = Model(
             arena=address_of(self._arena),
             kv_pool=address_of(self._kv_pool),
+            kv_slots=address_of(self._kv_slots),
             max_tokens=program.max_tokens,
             num_threads=self.num_threads,
         )
@@ -68,6 +76,8 @@ class CpuExecutor:
     def step(self, batch: StepBatch) -> Logits:
         """Compute the batch; raises BundleError if the program refuses it."""
         num_tokens, num_seqs, num_rows = len(batch.token_ids), len(batch.context_len), len(batch.logit_rows)
+        if batch.slots.max(initial=0) >= self.num_slots:
+            raise AssertionError(f"a step names slot {batch.slots.max()}, but there are {self.num_slots}")
         if num_rows > len(self._logits):
             self._logits = np.empty((num_rows, self._program.vocab_size), np.float32)
         args = StepArgs(
@@ -82,6 +92,8 @@ class CpuExecutor:
             context_len=batch.context_len.ctypes.data,
             block_table=batch.block_table.ctypes.data,
             logit_rows=batch.logit_rows.ctypes.data,
+            slots=batch.slots.ctypes.data,
+            slot_start=batch.slot_start.ctypes.data,
             logits=self._logits.ctypes.data,
         )
         code = self._library.llmc_step(ctypes.byref(self._model), ctypes.byref(args))
@@ -115,6 +127,7 @@ class CpuExecutor:
         self._weights = None
         self._arena.close()
         self._kv_pool.close()
+        self._kv_slots.close()
         self._logits = self._logits[:0].copy()
 
 

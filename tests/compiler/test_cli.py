@@ -62,7 +62,7 @@ def test_compile_run_inspect_verify(tiny_checkpoint: Callable[..., Path], tmp_pa
     ("arguments", "message"),
     [
         (["compile", "/nowhere", "--target", "cpu-int8"], "no such file or folder"),
-        (["compile", "MODEL", "--target", "cpu-int9"], "has no scheme 'int9'; it has f32, bf16, int8, int4"),
+        (["compile", "MODEL", "--target", "cpu-int9"], "has no scheme 'int9'; it has f32, bf16, fp16, int8, int6, int5, int4, int3"),
         (["compile", "MODEL", "--target", "cpu-int8", "--num-layers", "0"], "at least 1"),
         (["compile", "MODEL", "--target", "cpu-int8", "--verify-each=abc"], "not a number"),
         (["compile", "MODEL", "--target", "cpu-int8", "--stop-after", "fuse-ropes"], "choose one of"),

@@ -220,8 +220,8 @@ def test_a_kill_in_the_middle_leaves_no_bundle(
 def test_unknown_options_are_refused(tiny_checkpoint: Callable[..., Path]) -> None:
     with pytest.raises(UsageError, match="unknown option 'quantisation'"):
         llmc.compile(tiny_checkpoint("llama"), target="cpu-f32", quantisation="int8")
-    with pytest.raises(TargetError, match="does not run 'int3'; it runs f32, bf16, int8, int4"):
-        llmc.compile(tiny_checkpoint("llama"), target="cpu-f32", quantization="int3")
+    with pytest.raises(TargetError, match="does not run 'int9'; it runs f32, bf16, fp16, int8, int6, int5, int4, int3"):
+        llmc.compile(tiny_checkpoint("llama"), target="cpu-f32", quantization="int9")
 
 
 def test_weights_of_another_config_are_refused(tiny_checkpoint: Callable[..., Path], tiny_config: Any, tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def test_tied_head_has_one_format(before: Callable[..., Any]) -> None:
     assert [n.args[-1] for n in used] == ["int8", "int8"]
 
 
-@pytest.mark.parametrize("options", [{"weights": "int5"}, {"head": "int4-g32"}, {"weights": "int4-g48"}, {"head": "int8-g16"}])
+@pytest.mark.parametrize("options", [{"weights": "int5"}, {"head": "w4a16-g32"}, {"weights": "int4-g48"}, {"head": "int8-g16"}])
 def test_refuses_unknown_formats(options: dict[str, str]) -> None:
     with pytest.raises(UsageError, match="choose"):
         QuantizeOptions(**options)

@@ -47,7 +47,7 @@ def test_capabilities() -> None:
         ("warp", "unknown target 'warp'; Valid: a100-{bf16,int8,int4}, b200-{bf16"),
         ("cpu", "unknown target 'cpu'"),
         ("", "unknown target ''"),
-        ("cpu-int9", "device 'cpu' has no scheme 'int9'; it has f32, bf16, int8, int4"),
+        ("cpu-int9", "device 'cpu' has no scheme 'int9'; it has f32, bf16, fp16, int8, int6, int5, int4, int3"),
         ("nowhere.toml", "device file nowhere.toml: No such file"),
     ],
 )

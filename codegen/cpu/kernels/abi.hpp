@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#define LLMC_ABI_VERSION 1
+#define LLMC_ABI_VERSION 2
 #define LLMC_EXPORT extern "C" __attribute__((visibility("default")))
 
 extern "C" {
@@ -12,6 +12,7 @@ typedef struct {
   const void* const* weights;
   void* arena;
   void* kv_pool;
+  void* kv_slots;
   int32_t max_tokens, num_threads;
 } llmc_model;
 
@@ -19,6 +20,7 @@ typedef struct {
   int32_t phase;
   int32_t num_tokens, num_seqs, max_blocks, num_logit_rows;
   const int32_t *token_ids, *positions, *query_start, *context_len, *block_table, *logit_rows;
+  const int32_t *slots, *slot_start;
   float* logits;
 } llmc_step_args;
 

@@ -3,8 +3,8 @@
 // A weight block's 64 columns (i8) or 32 (bf16) are 16 x 64 bytes in a row: exactly an AMX B tile, no copy needed. i8
 // sums are the exact integers of the AVX-512 tile, so the two mix freely. bf16 sums are rounded in another order than
 // vdpbf16ps rounds them, so at this level every bf16 product takes this path, even a single row: one arithmetic for
-// all batches. i8g and i4 stay with AVX-512 VNNI: their sums leave the tiles after each group, which costs much of what is
-// gained.
+// all batches. Grouped integers stay with AVX-512 VNNI: their sums leave the tiles after each group, which costs much of what
+// is gained. f16 does too, as tiles that multiply halves are rare.
 //
 // The process needs Linux's permission to use tiles; llmc_cpu_level asks for it before this level is chosen.
 #pragma once

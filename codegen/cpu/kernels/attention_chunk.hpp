@@ -4,11 +4,14 @@
 // of them. A chunk yields (m, l, O): the largest score, the sum of exp(score - m), and that sum weighted by the values.
 // Chunks are merged in ascending order, as in FlashAttention. Chunk borders are absolute positions, and keys that a row
 // does not see add exact zeros, so a row gets the same bits in any tile, batch or phase.
+//
+// Packed keys and values are unpacked to bf16 once for a tile and chunk (attention_unpack.hpp). Which of them are read in
+// 16 bit depends on the block that a query is in, so a tile of such a program has rows of one block alone.
 #pragma once
 
 #include <type_traits>
 
-#include "kv_pool.hpp"
+#include "kv_packed.hpp"
 
 namespace llmc {
 
@@ -16,7 +19,9 @@ constexpr int kChunk = 128;  // keys
 constexpr int kChunkBlocks = kChunk / kBlock;
 
 struct AttentionArgs {
+  const llmc_model* model;
   const llmc_step_args* step;
+  KvPlace place;
   const float* qkv;
   int ldq, HQ, HKV;
   float scale;
@@ -53,13 +58,29 @@ struct State {
   static constexpr int64_t floats(int rows) { return round_up(int64_t{rows} * (kWidth + 2), kBlock); }
 };
 
-// Scratch of one thread: the tile's queries in the pool's element type, and its scores.
-template <int D>
+// Scratch of one thread: the tile's queries as attention computes with them, its scores and, for packed types, a chunk's
+// unpacked keys and values with their scales.
+template <int D, class KV>
 struct TileScratch {
   static constexpr int kWidth = static_cast<int>(round_up(D, kBlock));
-  float *queries, *scores;
-  TileScratch(float* p, int rows) : queries(p), scores(p + rows * kWidth) {}
-  static constexpr int64_t floats(int rows) { return int64_t{rows} * (kWidth + kChunk); }
+  float *queries, *scores, *chunk;
+  TileScratch(float* p, int rows) : queries(p), scores(p + rows * kWidth), chunk(scores + rows * kChunk) {}
+  static constexpr int64_t floats(int rows) {
+    return int64_t{rows} * (kWidth + kChunk) + (KV::kPacked ? kChunk * int64_t{D + 2} : 0);
+  }
+
+  LLMC_INLINE UnpackedBlock block(int b) const {
+    uint16_t* const keys = reinterpret_cast<uint16_t*>(chunk);
+    float* const scales = chunk + kChunk * D;
+    return {keys + b * D * kBlock, keys + (kChunkBlocks + b) * D * kBlock, scales + b * kBlock, scales + kChunk + b * kBlock};
+  }
+};
+
+// The blocks of a chunk as attention reads them. With scales, [128 keys] each, numbers are yet to be multiplied by them.
+template <class Element>
+struct ChunkView {
+  const Element *keys[kChunkBlocks], *values[kChunkBlocks];
+  const float *key_scale, *value_scale;
 };
 
 // Calls f(first, constant count) for pieces of `rows` that are powers of two, at most LARGEST.
@@ -77,11 +98,12 @@ LLMC_INLINE void each_rows(int rows, Function&& f) {
 }
 
 template <int D, class KV>
-LLMC_NOINLINE void load_queries(const AttentionArgs& a, const RowTile& tile, TileScratch<D> scratch) {
+LLMC_NOINLINE void load_queries(const AttentionArgs& a, const RowTile& tile, TileScratch<D, KV> scratch) {
+  using Arithmetic = typename KV::Arithmetic;
   for (int r = 0; r < tile.rows; ++r) {
     const float* q = a.qkv + int64_t{tile.token(*a.step, r)} * a.ldq + tile.head(r) * D;
-    auto* out = reinterpret_cast<typename KV::Element*>(scratch.queries) + r * D;
-    for (int d = 0; d < D; ++d) out[d] = KV::narrow(q[d]);
+    auto* out = reinterpret_cast<typename Arithmetic::Element*>(scratch.queries) + r * D;
+    for (int d = 0; d < D; ++d) out[d] = Arithmetic::narrow(q[d]);
   }
 }
 
@@ -136,8 +158,7 @@ LLMC_INLINE void softmax_row(const AttentionArgs& a, float* scores, int first_bl
 
 // out[r][channels from C on] = sum over keys [begin, end) of the chunk of weight[r][key] * value[key].
 template <int D, class KV, int ROWS, int C = 0>
-LLMC_INLINE void weigh_values(const KvLayer<D, KV>& cache, const int32_t* blocks, int head, const float* weights,
-                              int begin, int end, float* out) {
+LLMC_INLINE void weigh_values(const typename KV::Element* const* blocks, const float* weights, int begin, int end, float* out) {
 #ifdef LLMC_AVX512
   constexpr int kSpan = 64;  // channels: 4 vectors x 4 rows of accumulators
 #else
@@ -148,7 +169,7 @@ LLMC_INLINE void weigh_values(const KvLayer<D, KV>& cache, const int32_t* blocks
   LLMC_UNROLL for (int r = 0; r < ROWS; ++r)
     LLMC_UNROLL for (int v = 0; v < kVectors; ++v) acc[r][v] = zero();
   for (int key = begin; key < end;) {
-    const auto* values = cache.values(blocks[key / kBlock], head) + C;
+    const auto* values = blocks[key / kBlock] + C;
     const int stop = end < (key / kBlock + 1) * kBlock ? end : (key / kBlock + 1) * kBlock;
     for (; key < stop; ++key) {
       F16 value[kVectors];
@@ -161,38 +182,67 @@ LLMC_INLINE void weigh_values(const KvLayer<D, KV>& cache, const int32_t* blocks
   }
   LLMC_UNROLL for (int r = 0; r < ROWS; ++r)
     LLMC_UNROLL for (int v = 0; v < kVectors; ++v) store(out + r * State<D>::kWidth + C + v * kBlock, acc[r][v]);
-  if constexpr (C + kSpan < D) weigh_values<D, KV, ROWS, C + kSpan>(cache, blocks, head, weights, begin, end, out);
+  if constexpr (C + kSpan < D) weigh_values<D, KV, ROWS, C + kSpan>(blocks, weights, begin, end, out);
+}
+
+// The blocks [first_block, end_block) of a chunk where the pool has them.
+template <int D, class KV>
+LLMC_INLINE ChunkView<typename KV::Element> open_chunk(const AttentionArgs& a, const KvLayer<D, KV>& cache, const RowTile& tile,
+                                                       int chunk, int first_block, int end_block, TileScratch<D, KV>) {
+  const int32_t* blocks = a.step->block_table + int64_t{tile.sequence} * a.step->max_blocks + chunk * kChunkBlocks;
+  ChunkView<typename KV::Element> view{};
+  for (int b = first_block; b < end_block; ++b)
+    view.keys[b] = cache.keys(blocks[b], tile.kv_head), view.values[b] = cache.values(blocks[b], tile.kv_head);
+  return view;
+}
+
+}  // namespace llmc
+
+#include "attention_unpack.hpp"
+
+namespace llmc {
+
+// scores[r][blocks] *= scale[blocks]
+LLMC_INLINE void multiply_scores(float* scores, const float* scale, int rows, int first_block, int end_block) {
+  for (int b = first_block; b < end_block; ++b) {
+    const F16 factor = load(scale + b * kBlock);
+    for (int r = 0; r < rows; ++r) {
+      float* const s = scores + r * kChunk + b * kBlock;
+      store(s, load(s) * factor);
+    }
+  }
 }
 
 // The partial result of one chunk, into `part`.
 template <int D, class KV>
-LLMC_NOINLINE void attend_chunk(const AttentionArgs& a, const KvLayer<D, KV>& cache, const RowTile& tile, int chunk,
-                  TileScratch<D> scratch, State<D> part) {
+LLMC_NOINLINE void attend_chunk(const AttentionArgs& a, const PoolLayer<D, KV>& cache, const RowTile& tile, int chunk,
+                                TileScratch<D, KV> scratch, State<D> part) {
 #ifdef LLMC_AVX512
   constexpr int kScoreRows = 8, kValueRows = 4;
 #else
   constexpr int kScoreRows = 4, kValueRows = 2;
 #endif
-  using Element = typename KV::Element;
+  using Arithmetic = typename KV::Arithmetic;
+  using Element = typename Arithmetic::Element;
   const int origin = chunk * kChunk;
-  const int32_t* blocks = a.step->block_table + int64_t{tile.sequence} * a.step->max_blocks + chunk * kChunkBlocks;
   const int first = tile.begin(a, 0) - origin, last = tile.end(a, tile.rows - 1) - origin;
   const int begin = first > 0 ? first : 0, end = last < kChunk ? last : kChunk;  // keys that any row of the tile sees
   const int first_block = begin / kBlock, end_block = static_cast<int>(ceil_div(end, kBlock));
+  const ChunkView<Element> view = open_chunk(a, cache, tile, chunk, first_block, end_block, scratch);
 
   each_rows<kScoreRows>(tile.rows, [&](int r, auto count) {
     const Element* q = reinterpret_cast<const Element*>(scratch.queries) + r * D;
     for (int b = first_block; b < end_block; ++b)
-      score_block<D, KV, count()>(q, cache.keys(blocks[b], tile.kv_head), cache.values(blocks[b], tile.kv_head),
-                                  cache.keys(blocks[b + 1 < end_block ? b + 1 : b], tile.kv_head),
-                                  scratch.scores + r * kChunk + b * kBlock);
+      score_block<D, Arithmetic, count()>(q, view.keys[b], view.values[b], view.keys[b + 1 < end_block ? b + 1 : b],
+                                          scratch.scores + r * kChunk + b * kBlock);
   });
+  if (view.key_scale) multiply_scores(scratch.scores, view.key_scale, tile.rows, first_block, end_block);
   for (int r = 0; r < tile.rows; ++r)
     softmax_row(a, scratch.scores + r * kChunk, first_block, end_block, tile.begin(a, r) - origin, tile.end(a, r) - origin,
                 part.m + r, part.l + r);
+  if (view.value_scale) multiply_scores(scratch.scores, view.value_scale, tile.rows, first_block, end_block);
   each_rows<kValueRows>(tile.rows, [&](int r, auto count) {
-    weigh_values<D, KV, count()>(cache, blocks, tile.kv_head, scratch.scores + r * kChunk, begin, end,
-                                 part.sum + r * State<D>::kWidth);
+    weigh_values<D, Arithmetic, count()>(view.values, scratch.scores + r * kChunk, begin, end, part.sum + r * State<D>::kWidth);
   });
 }
 

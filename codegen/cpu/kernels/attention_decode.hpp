@@ -14,6 +14,7 @@ struct DecodeItem {
 };
 
 // Walks all items in order; `find` takes ascending indices.
+template <bool BY_BLOCK>
 class DecodeCursor {
  public:
   DecodeCursor(const AttentionArgs& a) : args_(a), tiles_(a) { advance(); }
@@ -32,44 +33,44 @@ class DecodeCursor {
   }
 
   const AttentionArgs& args_;
-  TileCursor<kDecodeRows> tiles_;
+  TileCursor<kDecodeRows, BY_BLOCK> tiles_;
   RowTile tile_{};
   bool valid_ = false;
   int64_t tile_index_ = 0, begin_ = 0, end_ = 0;
 };
 
 template <int D, class KV>
-void attention_decode(const Ctx& ctx, const float* qkv, int ldq, int HQ, int HKV, int64_t layer_offset,
-                      int64_t block_bytes, float scale, int window, float softcap, float* out, int ldo,
-                      void* workspace) {
-  const AttentionArgs args{ctx.step, qkv, ldq, HQ, HKV, scale, window, softcap, out, ldo};
-  const KvLayer<D, KV> cache(ctx, layer_offset, block_bytes, HKV);
-  constexpr int64_t kScratch = TileScratch<D>::floats(kDecodeRows), kSlot = State<D>::floats(kDecodeRows);
+void attention_decode(const Ctx& ctx, const float* qkv, int ldq, int HQ, int HKV, KvPlace place, float scale, int window,
+                      float softcap, float* out, int ldo, void* workspace) {
+  const AttentionArgs args{ctx.model, ctx.step, place, qkv, ldq, HQ, HKV, scale, window, softcap, out, ldo};
+  const PoolLayer<D, KV> cache(*ctx.model, place, HKV);
+  using Cursor = DecodeCursor<KV::kPacked>;
+  constexpr int64_t kScratch = TileScratch<D, KV>::floats(kDecodeRows), kSlot = State<D>::floats(kDecodeRows);
   float* const slots = static_cast<float*>(workspace);
   float* const states = slots + kDecodeSlots * kSlot;  // one for each row of the step, in the order of the tiles
   float* const scratches = states + int64_t{ctx.T} * HQ * (State<D>::kWidth + 2);
 
   int64_t total = 0;
   {
-    DecodeCursor cursor(args);
+    Cursor cursor(args);
     for (DecodeItem item{}; cursor.find(total, &item);) total = item.tile_end;
   }
   for (int64_t wave = 0; wave < total; wave += kDecodeSlots) {
     const int64_t wave_end = wave + kDecodeSlots < total ? wave + kDecodeSlots : total;
     std::atomic<int64_t> next{wave};
     parallel(wave_end - wave < ctx.threads ? static_cast<int>(wave_end - wave) : ctx.threads, [&](int thread, int) {
-      const TileScratch<D> scratch(scratches + thread * kScratch, kDecodeRows);
-      DecodeCursor cursor(args);
+      const TileScratch<D, KV> scratch(scratches + thread * kScratch, kDecodeRows);
+      Cursor cursor(args);
       int64_t loaded = -1;
       DecodeItem item{};
       for (int64_t index = next++; index < wave_end; index = next++) {
         cursor.find(index, &item);
         if (item.tile_index != loaded) load_queries<D, KV>(args, item.tile, scratch);
         loaded = item.tile_index;
-        attend_chunk(args, cache, item.tile, item.chunk, scratch, State<D>(slots + (index - wave) * kSlot, kDecodeRows));
+        attend_chunk<D, KV>(args, cache, item.tile, item.chunk, scratch, State<D>(slots + (index - wave) * kSlot, kDecodeRows));
       }
     });
-    DecodeCursor cursor(args);
+    Cursor cursor(args);
     DecodeItem item{};
     for (int64_t index = wave; index < wave_end; ++index) {
       cursor.find(index, &item);

@@ -4,7 +4,10 @@
 // depend on the rows it is computed with. Tiles are plain functions: a linear of any shape and epilogue calls them.
 #pragma once
 
+#include <type_traits>
+
 #include "operand.hpp"
+#include "planes.hpp"
 
 namespace llmc {
 
@@ -12,7 +15,7 @@ struct TileArgs {
   const char* operand;  // first row
   int64_t operand_stride;
   const char* data;  // first block
-  const char* scale;  // first block's scales: f32 [16] (i8), f16 [G, 16] (i8g, i4)
+  const char* scale;  // first block's scales: f32 [16] (i8), f16 [G, 16], or with minimums f16 [G, 2, 16]
   int padded_k, group;
   float* out;  // [ROWS][out_stride]
   int out_stride;
@@ -41,11 +44,7 @@ class Prefetch {
   int64_t stride_;
 };
 
-// Largest tile of a format at this level, as many accumulators as the registers hold.
-template <Format F>
-struct TileShape;
-
-// Group g of an integer tile's columns, 64 bytes of weights at a time. Its products are what each level defines:
+// Group g of an integer tile's columns. Its products are what each level defines:
 //   template <Format F, int ROWS, int BLOCKS>
 //   void multiply_group(const TileArgs&, const Group&, const char*& data, Prefetch<BLOCKS>&, F16 (&products)[ROWS][BLOCKS])
 // sums exact products in integers, takes off the weights' offset, and leaves `data` at the next group.
@@ -72,6 +71,10 @@ struct Group {
 
 namespace llmc {
 
+// Largest tile of a format at this level, as many accumulators as the registers hold.
+template <Format F>
+using TileShape = std::conditional_t<is_integer(F), IntegerTileShape<F>, FloatTileShape>;
+
 template <int ROWS, int BLOCKS>
 LLMC_INLINE void tile_i8(const TileArgs& args) {
   const Group all{0, args.padded_k, 0, 1};
@@ -88,6 +91,7 @@ LLMC_INLINE void tile_i8(const TileArgs& args) {
 
 template <Format F, int ROWS, int BLOCKS>
 LLMC_INLINE void tile_grouped(const TileArgs& args) {
+  constexpr int kPerGroup = is_asymmetric(F) ? 2 * kBlock : kBlock;
   const int groups = num_groups(F, args.padded_k, args.group);
   const uint16_t* scale = reinterpret_cast<const uint16_t*>(args.scale);
   const char* data = args.data;
@@ -95,13 +99,20 @@ LLMC_INLINE void tile_grouped(const TileArgs& args) {
   F16 acc[ROWS][BLOCKS];
   LLMC_UNROLL for (int r = 0; r < ROWS; ++r)
     LLMC_UNROLL for (int b = 0; b < BLOCKS; ++b) acc[r][b] = zero();
-  for (int g = 0; g < groups; ++g, scale += kBlock) {
+  for (int g = 0; g < groups; ++g, scale += kPerGroup) {
     const int begin = g * args.group, end = begin + args.group;
     F16 products[ROWS][BLOCKS];
-    multiply_group<F>(args, {begin, end < args.padded_k ? end : args.padded_k, g, groups}, data, ahead, products);
+    const Group here{begin, end < args.padded_k ? end : args.padded_k, g, groups};
+    multiply_group<F>(args, here, data, ahead, products);
     LLMC_UNROLL for (int b = 0; b < BLOCKS; ++b) {
-      const F16 w = load_f16(scale + b * groups * kBlock);
+      const uint16_t* first = scale + b * groups * kPerGroup;
+      const F16 w = load_f16(first);
       LLMC_UNROLL for (int r = 0; r < ROWS; ++r) acc[r][b] = fma(products[r][b], w, acc[r][b]);
+      if constexpr (is_asymmetric(F)) {
+        const F16 minimum = load_f16(first + kBlock);
+        LLMC_UNROLL for (int r = 0; r < ROWS; ++r)
+          acc[r][b] = fma(set1(static_cast<float>(here.row(args, r).sum(g))), minimum, acc[r][b]);
+      }
     }
   }
   const Group any{0, 0, 0, groups};
@@ -112,8 +123,7 @@ LLMC_INLINE void tile_grouped(const TileArgs& args) {
 
 template <Format F, int ROWS, int BLOCKS>
 LLMC_NOINLINE void tile(const TileArgs& args) {
-  if constexpr (F == Format::f32) tile_f32<ROWS, BLOCKS>(args);
-  if constexpr (F == Format::bf16) tile_bf16<ROWS, BLOCKS>(args);
+  if constexpr (!is_integer(F)) tile_float<F, ROWS, BLOCKS>(args);
   if constexpr (F == Format::i8) tile_i8<ROWS, BLOCKS>(args);
   if constexpr (is_grouped(F)) tile_grouped<F, ROWS, BLOCKS>(args);
 }

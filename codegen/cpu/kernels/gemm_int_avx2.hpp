@@ -5,17 +5,12 @@
 
 namespace llmc {
 
-template <>
-struct TileShape<Format::i8> {
-  static constexpr int rows = 1, blocks = 1;
+template <Format F>
+struct IntegerTileShape {
+  static constexpr int rows = F == Format::i8 ? 1 : 2, blocks = 1;
 };
-struct GroupedTileShape {
-  static constexpr int rows = 2, blocks = 1;
-};
-template <>
-struct TileShape<Format::i8g> : GroupedTileShape {};
-template <>
-struct TileShape<Format::i4> : GroupedTileShape {};
+
+typedef uint32_t U32x8 __attribute__((vector_size(32)));
 
 struct I16 {
   __m256i a, b;
@@ -59,8 +54,8 @@ LLMC_INLINE void multiply_planes(const TileArgs& args, const Group& group, const
   products[0][0] = join_planes(add_halves(hi, -128 * *row.sum_hi), add_halves(lo, -128 * *row.sum_lo));
 }
 
-// A group of i8g: so few columns that the joined planes' sums fit 32 bits (128 x 255 x 32512 < 2^30), in half the products.
-template <int ROWS>
+// A group of i8g or i8a: so few columns that the joined planes' sums fit 32 bits (128 x 255 x 32512 < 2^30), in half the products.
+template <Format F, int ROWS>
 LLMC_INLINE void multiply_words(const TileArgs& args, const Group& group, const char*& data, Prefetch<1>& ahead,
                                 F16 (&products)[ROWS][1]) {
   __m256i acc[ROWS][4];
@@ -86,49 +81,52 @@ LLMC_INLINE void multiply_words(const TileArgs& args, const Group& group, const 
   }
   LLMC_UNROLL for (int r = 0; r < ROWS; ++r) {
     const IntegerRow row = group.row(args, r);
-    const I16 sums = add_halves(acc[r], -128 * (256 * row.sum_hi[group.index] + row.sum_lo[group.index]));
+    const I16 sums = add_halves(acc[r], -weight_offset(F) * row.sum(group.index));
     products[r][0] = {_mm256_cvtepi32_ps(sums.a), _mm256_cvtepi32_ps(sums.b)};
   }
 }
 
-// Nibbles are small enough for vpmaddubsw: 16-bit sums hold 32 columns (8 quads x 2 x 15 x 128 = 30720), then widen.
-template <int ROWS>
-LLMC_INLINE void multiply_nibbles(const TileArgs& args, const Group& group, const char*& data, Prefetch<1>& ahead,
-                                  F16 (&products)[ROWS][1]) {
-  const __m256i low_nibble = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
-  const auto plus = [&](__m256i acc, __m256i w, const int8_t* x) {
-    return _mm256_add_epi16(acc, _mm256_maddubs_epi16(w, _mm256_set1_epi32(static_cast<int>(load_u32(x)))));
+// Codes of up to 6 bits are small enough for vpmaddubsw: so many quads as 16-bit sums hold (8 x 2 x 15 x 128 = 30720), then
+// they widen.
+template <Format F, int ROWS>
+LLMC_INLINE void multiply_codes(const TileArgs& args, const Group& group, const char*& data, Prefetch<1>& ahead,
+                                F16 (&products)[ROWS][1]) {
+  constexpr int kBits = weight_bits(F), kRun = kBits <= 4 ? 8 : kBits == 5 ? 4 : 2;
+  static_assert(kRun * 2 * ((1 << kBits) - 1) * 128 <= 32767, "");
+  const __m256i ones = _mm256_set1_epi16(1);
+  const auto plus = [&](__m256i acc, __m256i w, __m256i x) {
+    acc = _mm256_add_epi16(acc, _mm256_maddubs_epi16(w, x));
+    __asm__("" : "+x"(acc));  // keeps GCC from summing quads side by side, which spills
+    return acc;
   };
+  const auto spread = [](const int8_t* x) { return _mm256_set1_epi32(static_cast<int>(load_u32(x))); };
   I16 hi[ROWS], lo[ROWS];
   LLMC_UNROLL for (int r = 0; r < ROWS; ++r) {
-    hi[r].a = hi[r].b = _mm256_set1_epi32(-8 * group.row(args, r).sum_hi[group.index]);
-    lo[r].a = lo[r].b = _mm256_set1_epi32(-8 * group.row(args, r).sum_lo[group.index]);
+    hi[r].a = hi[r].b = _mm256_set1_epi32(-weight_offset(F) * group.row(args, r).sum_hi[group.index]);
+    lo[r].a = lo[r].b = _mm256_set1_epi32(-weight_offset(F) * group.row(args, r).sum_lo[group.index]);
   }
-  for (int c = group.begin; c < group.end; c += 32) {
-    I16 hi16[ROWS], lo16[ROWS];
-    LLMC_UNROLL for (int r = 0; r < ROWS; ++r) hi16[r].a = hi16[r].b = lo16[r].a = lo16[r].b = _mm256_setzero_si256();
-    for (int k = c; k < c + 32; k += 8, data += 64) {
-      ahead.step();
-      const __m256i a = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(data));
-      const __m256i b = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(data) + 1);
-      const __m256i even_a = _mm256_and_si256(a, low_nibble), odd_a = _mm256_and_si256(_mm256_srli_epi16(a, 4), low_nibble);
-      const __m256i even_b = _mm256_and_si256(b, low_nibble), odd_b = _mm256_and_si256(_mm256_srli_epi16(b, 4), low_nibble);
+  for (int k = group.begin; k < group.end; k += kUnit, data += unit_bytes(F))
+    LLMC_UNROLL for (int run = 0; run < kQuads; run += kRun) {
+      I16 hi16[ROWS], lo16[ROWS];
+      LLMC_UNROLL for (int r = 0; r < ROWS; ++r) hi16[r].a = hi16[r].b = lo16[r].a = lo16[r].b = _mm256_setzero_si256();
+      LLMC_UNROLL for (int q = run; q < run + kRun; ++q) {
+        if (q < kBits) ahead.step();
+        const __m256i a = reinterpret_cast<__m256i>(quad_codes<F, U32x8>(data, q));
+        const __m256i b = reinterpret_cast<__m256i>(quad_codes<F, U32x8>(data + 32, q));
+        LLMC_UNROLL for (int r = 0; r < ROWS; ++r) {
+          const int8_t* x = reinterpret_cast<const int8_t*>(args.operand) + r * args.operand_stride + k + 4 * q;
+          const __m256i high = spread(x), low = spread(x + args.padded_k);
+          hi16[r] = {plus(hi16[r].a, a, high), plus(hi16[r].b, b, high)};
+          lo16[r] = {plus(lo16[r].a, a, low), plus(lo16[r].b, b, low)};
+        }
+      }
       LLMC_UNROLL for (int r = 0; r < ROWS; ++r) {
-        const int8_t* x = reinterpret_cast<const int8_t*>(args.operand) + r * args.operand_stride + k;
-        const int8_t* y = x + args.padded_k;
-        hi16[r].a = plus(plus(hi16[r].a, even_a, x), odd_a, x + 4);
-        hi16[r].b = plus(plus(hi16[r].b, even_b, x), odd_b, x + 4);
-        lo16[r].a = plus(plus(lo16[r].a, even_a, y), odd_a, y + 4);
-        lo16[r].b = plus(plus(lo16[r].b, even_b, y), odd_b, y + 4);
+        hi[r].a = _mm256_add_epi32(hi[r].a, _mm256_madd_epi16(hi16[r].a, ones));
+        hi[r].b = _mm256_add_epi32(hi[r].b, _mm256_madd_epi16(hi16[r].b, ones));
+        lo[r].a = _mm256_add_epi32(lo[r].a, _mm256_madd_epi16(lo16[r].a, ones));
+        lo[r].b = _mm256_add_epi32(lo[r].b, _mm256_madd_epi16(lo16[r].b, ones));
       }
     }
-    LLMC_UNROLL for (int r = 0; r < ROWS; ++r) {
-      hi[r].a = _mm256_add_epi32(hi[r].a, _mm256_madd_epi16(hi16[r].a, ones));
-      hi[r].b = _mm256_add_epi32(hi[r].b, _mm256_madd_epi16(hi16[r].b, ones));
-      lo[r].a = _mm256_add_epi32(lo[r].a, _mm256_madd_epi16(lo16[r].a, ones));
-      lo[r].b = _mm256_add_epi32(lo[r].b, _mm256_madd_epi16(lo16[r].b, ones));
-    }
-  }
   LLMC_UNROLL for (int r = 0; r < ROWS; ++r) products[r][0] = join_planes(hi[r], lo[r]);
 }
 
@@ -136,8 +134,8 @@ template <Format F, int ROWS, int BLOCKS>
 LLMC_INLINE void multiply_group(const TileArgs& args, const Group& group, const char*& data, Prefetch<BLOCKS>& ahead,
                                 F16 (&products)[ROWS][BLOCKS]) {
   if constexpr (F == Format::i8) multiply_planes(args, group, data, ahead, products);
-  if constexpr (F == Format::i8g) multiply_words(args, group, data, ahead, products);
-  if constexpr (F == Format::i4) multiply_nibbles(args, group, data, ahead, products);
+  else if constexpr (weight_bits(F) == 8) multiply_words<F>(args, group, data, ahead, products);
+  else multiply_codes<F>(args, group, data, ahead, products);
 }
 
 }  // namespace llmc

@@ -5,20 +5,15 @@
 
 namespace llmc {
 
+template <Format>
 struct IntegerTileShape {
   static constexpr int rows = 1, blocks = 1;
 };
-template <>
-struct TileShape<Format::i8> : IntegerTileShape {};
-template <>
-struct TileShape<Format::i8g> : IntegerTileShape {};
-template <>
-struct TileShape<Format::i4> : IntegerTileShape {};
 
-// acc[n] += sum over four columns of (weights[n][j] >> shift & mask) * x[j].
-LLMC_INLINE void dot4(int32_t* acc, const uint8_t* weights, int shift, int mask, const int8_t* x) {
+// acc[n] += sum over four columns of codes[n][j] * x[j].
+LLMC_INLINE void dot4(int32_t* acc, const uint8_t* codes, const int8_t* x) {
   for (int n = 0; n < kBlock; ++n)
-    for (int j = 0; j < 4; ++j) acc[n] += (weights[4 * n + j] >> shift & mask) * x[j];
+    for (int j = 0; j < 4; ++j) acc[n] += codes[4 * n + j] * x[j];
 }
 
 LLMC_INLINE F16 join_planes(const int32_t* hi, const int32_t* lo) {
@@ -31,17 +26,18 @@ template <Format F, int ROWS, int BLOCKS>
 LLMC_INLINE void multiply_group(const TileArgs& args, const Group& group, const char*& data, Prefetch<BLOCKS>& /*ahead*/,
                                 F16 (&products)[ROWS][BLOCKS]) {
   static_assert(ROWS == 1 && BLOCKS == 1, "");
-  constexpr int kBits = F == Format::i4 ? 4 : 8, kMask = (1 << kBits) - 1;
   const IntegerRow row = group.row(args, 0);
   int32_t hi[kBlock], lo[kBlock];
   for (int n = 0; n < kBlock; ++n) {
     hi[n] = -weight_offset(F) * row.sum_hi[group.index];
     lo[n] = -weight_offset(F) * row.sum_lo[group.index];
   }
-  for (int k = group.begin; k < group.end; data += 64)
-    LLMC_UNROLL for (int shift = 0; shift < 8; shift += kBits, k += 4) {
-      dot4(hi, reinterpret_cast<const uint8_t*>(data), shift, kMask, row.hi + k);
-      dot4(lo, reinterpret_cast<const uint8_t*>(data), shift, kMask, row.lo + k);
+  for (int k = group.begin; k < group.end; k += kUnit, data += unit_bytes(F))
+    for (int q = 0; q < kQuads; ++q) {
+      U4 codes[4];
+      LLMC_UNROLL for (int i = 0; i < 4; ++i) codes[i] = quad_codes<F, U4>(data + 16 * i, q);
+      dot4(hi, reinterpret_cast<const uint8_t*>(codes), row.hi + k + 4 * q);
+      dot4(lo, reinterpret_cast<const uint8_t*>(codes), row.lo + k + 4 * q);
     }
   products[0][0] = join_planes(hi, lo);
 }

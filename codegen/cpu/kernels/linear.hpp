@@ -23,9 +23,8 @@ struct LinearShape {
 template <Format F>
 LinearShape linear_shape(const void* operand, const void* data, const void* scale, int group, int N, int K, bool paired) {
   const int padded = static_cast<int>(round_up(K, kColumnAlign));
-  const int64_t scale_stride = is_grouped(F) ? num_groups(F, padded, group) * kBlock * 2 : F == Format::i8 ? kBlock * 4 : 0;
   return {static_cast<const char*>(operand), static_cast<const char*>(data), static_cast<const char*>(scale),
-          operand_bytes(F, K, group), block_stride(F, padded), scale_stride, padded, group,
+          operand_bytes(F, K, group), block_stride(F, padded), scale_stride(F, padded, group), padded, group,
           static_cast<int>(ceil_div(N, kBlock)) * (paired ? 2 : 1)};
 }
 

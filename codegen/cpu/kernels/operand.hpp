@@ -1,11 +1,12 @@
 // Operands: the packed form in which a linear reads its activations.
 //
-//   f32, bf16   [Kp] values, zero padded
+//   f32, bf16   [Kp] values, zero padded; f16 weights take f32
 //   integers    each value is a 16-bit integer q = round(x / scale), kept as two signed bytes q = 256 hi + lo:
 //               s8 hi[Kp], s8 lo[Kp], f32 scale, s32 sum_hi[G], s32 sum_lo[G]    (G groups, 1 for i8)
 //
 // With u8 weights a product of bytes is then one vpdpbusd, integer arithmetic is exact in any order, and the weights'
-// offset costs one subtraction of offset * sum per accumulator. Activations keep 16 bits: weights are the only loss.
+// offset costs one subtraction of offset * sum per accumulator, their minimum one addition of minimum * sum per group.
+// Activations keep 16 bits: weights are the only loss.
 #pragma once
 
 #include "simd.hpp"
@@ -16,7 +17,7 @@ constexpr float kQuantMax = 32512.0f;  // 127 * 256: hi stays within s8 after lo
 
 constexpr int64_t operand_bytes(Format f, int k, int group) {
   const int64_t padded = round_up(k, kColumnAlign);
-  if (f == Format::f32) return padded * 4;
+  if (f == Format::f32 || f == Format::f16) return padded * 4;
   if (f == Format::bf16) return padded * 2;
   return round_up(2 * padded + 4 + 8 * num_groups(f, padded, group), 64);
 }
@@ -26,6 +27,9 @@ struct IntegerRow {
   int8_t *hi, *lo;
   float* scale;
   int32_t *sum_hi, *sum_lo;
+
+  // Sum of the 16-bit integers of a group: below 2^23, so exact as a float.
+  LLMC_INLINE int32_t sum(int g) const { return 256 * sum_hi[g] + sum_lo[g]; }
 
   IntegerRow(void* row, int padded, int groups)
       : hi(static_cast<int8_t*>(row)), lo(hi + padded), scale(reinterpret_cast<float*>(lo + padded)),
@@ -65,7 +69,7 @@ LLMC_INLINE void pack_row(Source&& source, int k, int group, void* row) {
   const auto lanes = [&](int column) {
     return column >= k ? zero() : source(column, k - column < kBlock ? k - column : kBlock);
   };
-  if constexpr (F == Format::f32) {
+  if constexpr (F == Format::f32 || F == Format::f16) {
     for (int c = 0; c < padded; c += kBlock) store(static_cast<float*>(row) + c, lanes(c));
   } else if constexpr (F == Format::bf16) {
     for (int c = 0; c < padded; c += kBlock) store_bf16(static_cast<uint16_t*>(row) + c, lanes(c));

@@ -1,7 +1,8 @@
 // Rotates queries and keys in place, with an optional norm of each head, and writes keys and values to the KV pool.
 #pragma once
 
-#include "kv_pool.hpp"
+#include "hadamard.hpp"
+#include "kv_packed.hpp"
 #include "norm.hpp"
 #include "rotary.hpp"
 
@@ -25,13 +26,12 @@ LLMC_INLINE void norm_head(float* head, const float* weight, float eps) {
   });
 }
 
-// qkv is [T, (HQ + 2 HKV) * D]; q_norm and k_norm are [D] or null; inv_freq is [rotary_dim / 2]. layer_offset is the
-// layer's byte offset inside a block of block_bytes.
-template <int D, class KV>
+// qkv is [T, (HQ + 2 HKV) * D]; q_norm and k_norm are [D] or null; inv_freq is [rotary_dim / 2]. With ROTATE, queries
+// and keys go through `hadamard` as well, which leaves their products what they are.
+template <int D, class KV, bool ROTATE = false>
 void rope_append(const Ctx& ctx, float* qkv, int HQ, int HKV, const float* q_norm, const float* k_norm, float eps,
-                 const float* inv_freq, int rotary_dim, float attention_scaling, int64_t layer_offset,
-                 int64_t block_bytes) {
-  const KvLayer<D, KV> cache(ctx, layer_offset, block_bytes, HKV);
+                 const float* inv_freq, int rotary_dim, float attention_scaling, KvPlace place) {
+  const PoolLayer<D, KV> cache(*ctx.model, place, HKV);
   parallel_for(ctx.threads, ctx.T, 2, [&](int64_t t) {
     const int position = ctx.step->positions[t], half = rotary_dim / 2;
     float cosine[round_up(D, kBlock)], sine[round_up(D, kBlock)];
@@ -43,9 +43,36 @@ void rope_append(const Ctx& ctx, float* qkv, int HQ, int HKV, const float* q_nor
       if (weight) norm_head<D>(head, weight, eps);
       rotate(head, half, cosine, sine);
     }
-    const int32_t* table = ctx.step->block_table + sequence_of(*ctx.step, static_cast<int>(t)) * int64_t{ctx.step->max_blocks};
-    for (int h = 0; h < HKV; ++h)
-      cache.write(table[position / kBlock], h, position % kBlock, token + (HQ + h) * D, token + (HQ + HKV + h) * D);
+    if constexpr (ROTATE)
+      for (int h = 0; h < HQ + HKV; ++h) hadamard<D>(token + h * D);
+    const int sequence = sequence_of(*ctx.step, static_cast<int>(t));
+    const int32_t block = ctx.step->block_table[sequence * int64_t{ctx.step->max_blocks} + position / kBlock];
+    for (int h = 0; h < HKV; ++h) {
+      const float *key = token + (HQ + h) * D, *value = token + (HQ + HKV + h) * D;
+      cache.write(block, h, position % kBlock, key, value);
+      if constexpr (KV::kPacked)
+        if (position < kBlock) open_slot<D>(*ctx.model, *ctx.step, sequence, place, HKV).write(0, h, position, key, value);
+    }
+  });
+}
+
+// After attention, for packed types: the newest keys and values of each sequence go to its slot. Not before, since the
+// step's first queries still need what they replace.
+template <int D>
+void keep_newest(const Ctx& ctx, const float* qkv, int HQ, int HKV, KvPlace place) {
+  const llmc_step_args& step = *ctx.step;
+  parallel_for(ctx.threads, int64_t{step.num_seqs} * HKV, 1, [&](int64_t i) {
+    const int sequence = static_cast<int>(i / HKV), head = static_cast<int>(i % HKV);
+    const int first = step.query_start[sequence], end = step.query_start[sequence + 1];
+    if (first == end) return;
+    const int newest = step.positions[end - 1] / kBlock;
+    const auto slot = open_slot<D>(*ctx.model, step, sequence, place, HKV);
+    for (int t = end - 1; t >= first; --t) {
+      const int block = step.positions[t] / kBlock;
+      if (block == 0 || block <= newest - kRingBlocks) break;
+      const float* token = qkv + int64_t{t} * (HQ + 2 * HKV) * D;
+      slot.write(slot_block(block), head, step.positions[t] % kBlock, token + (HQ + head) * D, token + (HQ + HKV + head) * D);
+    }
   });
 }
 

@@ -43,8 +43,8 @@ bool self_test_linear(const Ctx& ctx, int rows) {
   std::vector<uint8_t> data(blocks * block_stride(F, padded));
   std::vector<float> scales = random.floats(blocks * kBlock);
   for (float& scale : scales) scale *= 1.0f / 128;
-  std::vector<uint16_t> half_scales(blocks * (padded / kGroup) * kBlock);
-  const int smallest = F == Format::i8g ? 0x2000 : 0x3000;  // 2^-7, 2^-3
+  std::vector<uint16_t> half_scales(blocks * scale_stride(F, padded, kGroup) / sizeof(uint16_t));
+  const int smallest = (16 - weight_bits(F)) << 10;  // 2^(1 - bits) as a half
   for (uint16_t& half : half_scales) half = static_cast<uint16_t>(smallest + (random.next() > 0 ? 0x155 : 0x8000));
   for (size_t i = 0; i < data.size(); ++i) data[i] = static_cast<uint8_t>(random.next() * 128 + 128);
   if (F == Format::f32)
@@ -52,9 +52,10 @@ bool self_test_linear(const Ctx& ctx, int rows) {
       const float value = random.next();
       std::memcpy(&data[i], &value, 4);
     }
-  if (F == Format::bf16)
+  if (F == Format::bf16 || F == Format::f16)
     for (size_t i = 0; i + 2 <= data.size(); i += 2) {
-      const uint16_t value = float_to_bf16(random.next());
+      const float number = random.next();
+      const uint16_t value = F == Format::bf16 ? float_to_bf16(number) : static_cast<uint16_t>(0x3400 + number * 0x7ff);
       std::memcpy(&data[i], &value, 2);
     }
   const void* scale = F == Format::i8 ? static_cast<const void*>(scales.data()) : half_scales.data();
@@ -89,25 +90,29 @@ inline bool self_test_norm(const Ctx& ctx) {
   return true;
 }
 
-// Twenty tokens of one sequence, written and attended in one step by each phase's kernel.
-template <class KV>
-bool self_test_attention(bool decode) {
-  constexpr int T = 20, HQ = 2, HKV = 1, D = 24, kWidth = (HQ + 2 * HKV) * D, kHalf = D / 2;
-  constexpr int64_t kBlockBytes = 2 * HKV * D * kBlock * sizeof(typename KV::Element);
+// Forty tokens of one sequence, written and attended in one step by each phase's kernel. For packed types some of the keys
+// that the last ones see are read as packed.
+template <class KV, bool ROTATE = false>
+bool self_test_attention(bool decode, int64_t token_bytes, double tolerance) {
+  constexpr int T = 40, HQ = 2, HKV = 1, D = 24, kWidth = (HQ + 2 * HKV) * D, kHalf = D / 2;
+  const int64_t block_bytes = 2 * HKV * kBlock * token_bytes;
   SelfTestValues random;
   std::vector<float> qkv = random.floats(T * kWidth), out(T * HQ * D), inv_freq = random.floats(kHalf);
   const std::vector<float> before = qkv;
-  std::vector<char> pool(3 * kBlockBytes, -1);  // NaN where nothing is written
-  std::vector<char> workspace(attention_workspace_bytes(T, HQ, HKV, D, T, 1));
+  std::vector<char> pool(3 * block_bytes, -1);  // NaN where nothing is written
+  std::vector<char> slot(kSlotBlocks * 2 * HKV * D * kBlock * 2, -1);
+  std::vector<char> workspace(attention_workspace_bytes(T, HQ, D, KV::kPacked, 1));
   int32_t positions[T];
   for (int t = 0; t < T; ++t) positions[t] = t;
-  const int32_t query_start[2] = {0, T}, context_len[1] = {T}, table[2] = {2, 0};
-  const llmc_model model{nullptr, nullptr, pool.data(), T, 1};
-  const llmc_step_args step{0, T, 1, 2, 0, nullptr, positions, query_start, context_len, table, nullptr, nullptr};
+  const int32_t query_start[2] = {0, T}, context_len[1] = {T}, table[3] = {2, 0, 1}, slots[1] = {0}, slot_start[1] = {0};
+  const llmc_model model{nullptr, nullptr, pool.data(), slot.data(), T, 1};
+  const llmc_step_args step{0,          T,           1,     3,       0,       nullptr, positions,
+                            query_start, context_len, table, nullptr, slots, slot_start, nullptr};
   const Ctx ctx{&model, &step, T, 0, 1};
-  rope_append<D, KV>(ctx, qkv.data(), HQ, HKV, nullptr, nullptr, 0.0f, inv_freq.data(), D, 1.0f, 0, kBlockBytes);
+  const KvPlace place{0, block_bytes, 0, static_cast<int64_t>(slot.size())};
+  rope_append<D, KV, ROTATE>(ctx, qkv.data(), HQ, HKV, nullptr, nullptr, 0.0f, inv_freq.data(), D, 1.0f, place);
   const auto attention = decode ? attention_decode<D, KV> : attention_prefill<D, KV>;
-  attention(ctx, qkv.data(), kWidth, HQ, HKV, 0, kBlockBytes, 0.3f, 0, 0.0f, out.data(), HQ * D, workspace.data());
+  attention(ctx, qkv.data(), kWidth, HQ, HKV, place, 0.3f, 0, 0.0f, out.data(), HQ * D, workspace.data());
 
   const auto rotated = [&](int t, int head, int d) {
     const float* x = before.data() + t * kWidth + head * D;
@@ -126,7 +131,7 @@ bool self_test_attention(bool decode) {
       for (int d = 0; d < D; ++d) {
         double want = 0;
         for (int s = 0; s <= t; ++s) want += weights[s] / total * before[s * kWidth + (HQ + HKV) * D + d];
-        if (!self_test_close(out[(t * HQ + h) * D + d], want, KV::kPairs ? 2e-2 : 1e-4)) return false;
+        if (!self_test_close(out[(t * HQ + h) * D + d], want, tolerance)) return false;
       }
     }
   return true;
@@ -139,17 +144,23 @@ inline int self_test() {
   const Ctx ctx{&model, &step, 0, 0, 1};
   const int one = 1, many = 19;  // a decode's row; full tiles and a remainder
   int number = 0;
-  for (const int rows : {one, many}) {
+  for (const int rows : {one, many}) {  // of the integers with planes, those that have each width of plane
     if (++number; !self_test_linear<Format::f32>(ctx, rows)) return number;
+    if (++number; !self_test_linear<Format::f16>(ctx, rows)) return number;
     if (++number; !self_test_linear<Format::bf16>(ctx, rows)) return number;
     if (++number; !self_test_linear<Format::i8>(ctx, rows)) return number;
     if (++number; !self_test_linear<Format::i8g>(ctx, rows)) return number;
     if (++number; !self_test_linear<Format::i4>(ctx, rows)) return number;
+    if (++number; !self_test_linear<Format::i3>(ctx, rows)) return number;
+    if (++number; !self_test_linear<Format::i6a>(ctx, rows)) return number;
   }
   if (++number; !self_test_norm(ctx)) return number;
   for (const bool decode : {false, true}) {
-    if (++number; !self_test_attention<KvF32>(decode)) return number;
-    if (++number; !self_test_attention<KvBf16>(decode)) return number;
+    if (++number; !self_test_attention<KvF32>(decode, 4 * 24, 1e-4)) return number;
+    if (++number; !self_test_attention<KvBf16>(decode, 2 * 24, 2e-2)) return number;
+    if (++number; !self_test_attention<KvFp8>(decode, 24 + 4, 5e-2)) return number;
+    if (++number; !self_test_attention<KvInt8, true>(decode, 24 + 4, 2e-2)) return number;
+    if (++number; !self_test_attention<KvInt4, true>(decode, 18, 1e-1)) return number;
   }
   return 0;
 }

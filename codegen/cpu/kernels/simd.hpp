@@ -10,6 +10,23 @@
 
 #include "config.hpp"
 
+namespace llmc {
+
+// Without a branch: scales the bits as a tiny float by 2^112, which also gets subnormals right; for finite values.
+LLMC_INLINE float half_to_float(uint16_t half) {
+  const uint32_t magnitude = static_cast<uint32_t>(half & 0x7fffu) << 13;
+  float value;
+  std::memcpy(&value, &magnitude, 4);
+  value *= 5.192296858534828e33f;
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  bits |= static_cast<uint32_t>(half & 0x8000u) << 16;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+
+}  // namespace llmc
+
 #if defined(LLMC_AVX512)
 #include "simd_avx512.hpp"
 #elif defined(LLMC_AVX2)

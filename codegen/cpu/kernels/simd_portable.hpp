@@ -100,21 +100,10 @@ LLMC_INLINE void store_bf16(uint16_t* p, F16 x, int n) {  // round to nearest ev
 }
 LLMC_INLINE void store_bf16(uint16_t* p, F16 x) { store_bf16(p, x, kBlock); }
 
-// Half to float without a branch: scale the bits as a tiny float by 2^112, which also gets subnormals right.
 LLMC_INLINE F16 load_f16(const uint16_t* p) {
-  uint32_t lanes[kBlock];
-  for (int i = 0; i < kBlock; ++i) {
-    const uint32_t magnitude = static_cast<uint32_t>(p[i] & 0x7fffu) << 13;
-    float value;
-    std::memcpy(&value, &magnitude, 4);
-    value *= 5.192296858534828e33f;
-    uint32_t bits;
-    std::memcpy(&bits, &value, 4);
-    lanes[i] = bits | static_cast<uint32_t>(p[i] & 0x8000u) << 16;
-  }
-  F16 x;
-  std::memcpy(&x, lanes, sizeof x);
-  return x;
+  float lanes[kBlock];
+  for (int i = 0; i < kBlock; ++i) lanes[i] = half_to_float(p[i]);
+  return load(lanes);
 }
 
 // acc[i] += pairs[i][0] * q[0] + pairs[i][1] * q[1], all bf16; q is two values in one word.

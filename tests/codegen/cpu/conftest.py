@@ -8,17 +8,20 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
-from llmc.codegen import quantizers
-from llmc.codegen.cpu import packing, toolchain
+from llmc.codegen.cpu import kv_layout, packing, toolchain
+from llmc.codegen.cpu.formats import MatrixFormat
 from llmc.errors import ToolchainError
+from llmc.passes.kv_formats import is_packed
+from llmc.quantization.number_formats import from_bf16, to_bf16
 from llmc.runtime.executor.abi import Model, StepArgs
+from llmc.runtime.program import KV_SLOT_BLOCKS, kv_head_bytes
 
 SOURCE = Path(__file__).parent / "kernels_under_test.cpp"
-FORMATS = {"f32": 0, "bf16": 1, "i8": 2, "i8g": 3, "i4": 4}
+FORMATS = {kind: number for number, kind in enumerate(get_args(packing.Format))}
 EMULATED = "amx-emulated"
 EPILOGUES = {"none": 0, "glu_silu": 1, "glu_gelu_tanh": 2, "glu_gelu": 3}
 GUARD = 24
@@ -48,8 +51,7 @@ class RopeArgs(ctypes.Structure):
         ("inv_freq", ctypes.c_void_p),
         ("rotary_dim", ctypes.c_int),
         ("attention_scaling", ctypes.c_float),
-        ("layer_offset", ctypes.c_int64),
-        ("block_bytes", ctypes.c_int64),
+        ("place", ctypes.c_int64 * 4),
     )
 
 
@@ -59,8 +61,7 @@ class AttentionCall(ctypes.Structure):
         ("ldq", ctypes.c_int),
         ("HQ", ctypes.c_int),
         ("HKV", ctypes.c_int),
-        ("layer_offset", ctypes.c_int64),
-        ("block_bytes", ctypes.c_int64),
+        ("place", ctypes.c_int64 * 4),
         ("scale", ctypes.c_float),
         ("window", ctypes.c_int),
         ("softcap", ctypes.c_float),
@@ -94,36 +95,18 @@ class Matrix:
     values: Array
     data: Array
     scale: Array | None
-    group: int
+    group: int  # 0 for formats without
     rows: int  # of the output: half of a pair's
     k: int
 
 
-def make_matrix(kind: str, n: int, k: int, *, group: int = 32, pair: bool = False, seed: int = 0) -> Matrix:
+def make_matrix(kind: Any, n: int, k: int, *, group: int = 32, pair: bool = False, seed: int = 0) -> Matrix:
     rng = np.random.default_rng(seed)
-    halves = [_pack(kind, rng.standard_normal((n, k)).astype(np.float32), group) for _ in range(2 if pair else 1)]
-    values = np.concatenate([half[0] for half in halves])
-    data, scale = halves[0][1], halves[0][2]
-    if pair:
-        data = packing.interleave(data, halves[1][1])
-        scale = None if scale is None else packing.interleave(scale, halves[1][2])
-    return Matrix(kind, values.astype(np.float64), _on_boundary(data), scale, group, n, k)
-
-
-def _pack(kind: Any, w: Array, group: int) -> tuple[Array, Array, Any]:
-    n, k = w.shape
-    scale: Array | None = None
-    if kind == "f32":
-        data: Array = packing.pack_f32(w)
-    elif kind == "bf16":
-        data = packing.pack_bf16(quantizers.to_bf16(w))
-    elif kind == "i8":
-        data, scale = packing.pack_int8(*quantizers.quantize_int8(w))
-    elif kind == "i8g":
-        data, scale = packing.pack_int8_groups(*quantizers.quantize_int8_groups(w, group))
-    else:
-        data, scale = packing.pack_int4(*quantizers.quantize_int4(w, group))
-    return packing.unpack(kind, data, scale, n, k, group), data, scale
+    format = MatrixFormat(kind=kind, group=group if kind not in ("f32", "f16", "bf16", "i8") else None)
+    halves = [format.pack(rng.standard_normal((n, k)).astype(np.float32)) for _ in range(2 if pair else 1)]
+    values = np.concatenate([format.unpack(half, (n, k)) for half in halves]).astype(np.float64)
+    data, *scales = [packing.interleave(*parts) for parts in zip(*halves, strict=True)] if pair else halves[0]
+    return Matrix(kind, values, _on_boundary(data), scales[0] if scales else None, format.group or 0, n, k)
 
 
 def _on_boundary(array: Array) -> Array:
@@ -133,48 +116,106 @@ def _on_boundary(array: Array) -> Array:
     return placed
 
 
+KV = ("f32", "bf16", "fp8", "int8", "int4")
+
+
 @dataclass
 class Cache:
-    """A KV pool with one block table for each sequence, blocks scattered; unwritten content is NaN."""
+    """A KV pool with one block table and slot for each sequence, all scattered; unwritten content is NaN."""
 
     dim: int
     kv_heads: int
-    bf16: bool
+    dtype: str
     lengths: Sequence[int]  # most tokens of each sequence
     layers: int = 2
     layer: int = 1
     seed: int = 0
     table: Array = field(init=False)
     pool: Array = field(init=False)
+    slots: Array = field(init=False)
+    slot_start: Array = field(init=False)
+    slot_memory: Array = field(init=False)
 
     def __post_init__(self) -> None:
         blocks = [-(-length // 16) for length in self.lengths]
-        order = np.random.default_rng(self.seed).permutation(sum(blocks) + 3).astype(np.int32)
+        rng = np.random.default_rng(self.seed)
+        order = rng.permutation(sum(blocks) + 3).astype(np.int32)
         self.table = np.full((len(blocks), max(blocks)), -1_000_000_000, np.int32)
         for i, (start, count) in enumerate(zip(itertools.accumulate([0, *blocks]), blocks, strict=False)):
             self.table[i, :count] = order[start : start + count]
         self.pool = aligned((sum(blocks) + 3) * self.block_bytes)
+        self.slots = rng.permutation(len(blocks) + 2).astype(np.int32)[: len(blocks)].copy()
+        self.slot_start = np.zeros(len(blocks), np.int32)
+        self.slot_memory = aligned((len(blocks) + 2) * self.slot_bytes)
 
     @property
     def layer_bytes(self) -> int:
-        return 2 * self.kv_heads * self.dim * 16 * (2 if self.bf16 else 4)
+        return 2 * self.kv_heads * 16 * kv_head_bytes(self.dtype, self.dim)
 
     @property
     def block_bytes(self) -> int:
         return self.layers * self.layer_bytes
 
+    @property
+    def slot_bytes(self) -> int:
+        return self.layers * KV_SLOT_BLOCKS * 2 * self.kv_heads * 16 * self.dim * 2
+
+    @property
+    def place(self) -> tuple[int, int, int, int]:
+        """Offset of the layer in a block, bytes of a block, offset of the layer in a slot, bytes of a slot."""
+        return (
+            self.layer * self.layer_bytes,
+            self.block_bytes,
+            self.layer * self.slot_bytes // self.layers,
+            self.slot_bytes,
+        )
+
     def token(self, sequence: int, position: int) -> tuple[Array, Array]:
         """Keys and values `[kv_heads, dim]` of one position, read as docs/bundle.md lays them out."""
         start = int(self.table[sequence, position // 16]) * self.block_bytes + self.layer * self.layer_bytes
         layer = self.pool[start : start + self.layer_bytes]
-        values = quantizers.from_bf16(layer.view(np.uint16)) if self.bf16 else layer.view(np.float32)
-        k, v = values.reshape(2, -1)
-        slot = position % 16
-        if self.bf16:
-            keys = k.reshape(self.kv_heads, self.dim // 2, 16, 2)[:, :, slot].reshape(self.kv_heads, self.dim)
-        else:
-            keys = k.reshape(self.kv_heads, self.dim, 16)[:, :, slot]
-        return keys, v.reshape(self.kv_heads, 16, self.dim)[:, slot]
+        slot, heads, dim = position % 16, self.kv_heads, self.dim
+        if self.dtype == "f32":
+            k, v = layer.view(np.float32).reshape(2, -1)
+            return k.reshape(heads, dim, 16)[:, :, slot], v.reshape(heads, 16, dim)[:, slot]
+        if self.dtype == "bf16":
+            k, v = from_bf16(layer.view(np.uint16)).reshape(2, -1)
+            return k.reshape(heads, dim // 2, 16, 2)[:, :, slot].reshape(heads, dim), v.reshape(heads, 16, dim)[:, slot]
+        if self.dtype == "int4":
+            return self._int4(layer, slot)
+        numbers, scales = layer[: 2 * heads * dim * 16].reshape(2, -1), layer[2 * heads * dim * 16 :].view(np.float32)
+        scales = scales.reshape(2, heads, 16)[:, :, slot, None]
+        both = numbers[0].reshape(heads, dim, 16)[:, :, slot], numbers[1].reshape(heads, 16, dim)[:, slot]
+        if self.dtype == "int8":
+            return both[0].view(np.int8) * scales[0], both[1].view(np.int8) * scales[1]
+        return E4M3[both[0]] * scales[0], E4M3[both[1]] * scales[1]
+
+    def _int4(self, layer: Array, slot: int) -> tuple[Array, Array]:
+        heads, groups = self.kv_heads, -(-self.dim // 32)
+        size = 2 * heads * groups * 16 * 16
+        k, v = layer[:size].reshape(2, -1)
+        k_scale, v_scale = from_bf16(layer[size:].view(np.uint16)).reshape(2, -1)
+        k = k.reshape(heads, groups * 16, 16)[:, :, slot]  # pairs of channels
+        v = v.reshape(heads, 16, groups, 16)[:, slot]  # halves of groups
+        keys = np.stack((k & 15, k >> 4), axis=-1).reshape(heads, groups, 32).astype(np.float32) - 8
+        values = np.stack((v & 15, v >> 4), axis=-2).reshape(heads, groups, 32).astype(np.float32) - 8
+        keys *= k_scale.reshape(heads, groups, 16)[:, :, slot, None]
+        values *= v_scale.reshape(heads, 16, groups)[:, slot, :, None]
+        rounded = (from_bf16(to_bf16(x)) for x in (keys, values))  # what attention reads
+        first, second = (x.reshape(heads, -1)[:, : self.dim] for x in rounded)
+        return first, second
+
+
+def _e4m3_values() -> Array:
+    """Of all 256 codes, from the definition; NaN for the two that are."""
+    codes = np.arange(256)
+    exponent, mantissa = codes >> 3 & 15, codes & 7
+    values = np.where(exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * 2.0 ** (exponent - 10.0))
+    values[(codes & 127) == 127] = np.nan
+    return np.where(codes > 127, -values, values).astype(np.float32)
+
+
+E4M3 = _e4m3_values()
 
 
 class Kernels:
@@ -299,6 +340,7 @@ class Kernels:
         q_norm: Array | None = None,
         k_norm: Array | None = None,
         scaling: float = 1.0,
+        rotate: bool = False,
         threads: int = 1,
     ) -> None:
         """Rotates `qkv [T, heads + 2 kv_heads, dim]` in place and writes the cache.
@@ -316,10 +358,9 @@ class Kernels:
             inv_freq=pointer(inv_freq),
             rotary_dim=2 * len(inv_freq),
             attention_scaling=scaling,
-            layer_offset=cache.layer * cache.layer_bytes,
-            block_bytes=cache.block_bytes,
+            place=cache.place,
         )
-        failed = self.lib.test_rope_append(*with_step.pointers, cache.dim, int(cache.bf16), ctypes.byref(args))
+        failed = self.lib.test_rope_append(*with_step.pointers, cache.dim, KV.index(cache.dtype), int(rotate), ctypes.byref(args))
         assert not failed, "head_dim is not instantiated in kernels_under_test.cpp"
 
     def attention(
@@ -340,15 +381,14 @@ class Kernels:
         tokens, width = qkv.shape[0], heads * cache.dim
         with_step = self._step(cache, starts, counts, threads)
         out = np.full((tokens, width + GUARD), POISON, np.float32)
-        size = packing.attention_workspace_bytes(tokens, heads, cache.kv_heads, cache.dim, max(cache.lengths), threads)
+        size = kv_layout.attention_workspace_bytes(tokens, heads, cache.dim, packed=is_packed(cache.dtype), threads=threads)
         workspace = aligned(size + 256)
         call = AttentionCall(
             qkv=pointer(qkv),
             ldq=(heads + 2 * cache.kv_heads) * cache.dim,
             HQ=heads,
             HKV=cache.kv_heads,
-            layer_offset=cache.layer * cache.layer_bytes,
-            block_bytes=cache.block_bytes,
+            place=cache.place,
             scale=scale,
             window=window,
             softcap=softcap,
@@ -356,7 +396,7 @@ class Kernels:
             ldo=out.shape[1],
             workspace=pointer(workspace),
         )
-        failed = self.lib.test_attention(*with_step.pointers, cache.dim, int(cache.bf16), int(decode), ctypes.byref(call))
+        failed = self.lib.test_attention(*with_step.pointers, cache.dim, KV.index(cache.dtype), int(decode), ctypes.byref(call))
         assert not failed, "head_dim is not instantiated in kernels_under_test.cpp"
         assert np.isnan(out[:, width:]).all(), "a column beyond the heads was written"
         assert (workspace[size:] == 0xFF).all(), "the workspace overflowed"
@@ -390,7 +430,8 @@ class _Step:
         self.context_len = (np.array(starts) + np.array(counts)).astype(np.int32)
         self.table = cache.table
         tokens = len(self.positions)
-        self.model = Model(kv_pool=pointer(cache.pool), max_tokens=tokens, num_threads=threads)
+        self.slots, self.slot_start = cache.slots, cache.slot_start
+        self.model = Model(kv_pool=pointer(cache.pool), kv_slots=pointer(cache.slot_memory), max_tokens=tokens, num_threads=threads)
         self.step = StepArgs(
             num_tokens=tokens,
             num_seqs=len(counts),
@@ -399,6 +440,8 @@ class _Step:
             query_start=pointer(self.query_start),
             context_len=pointer(self.context_len),
             block_table=pointer(self.table),
+            slots=pointer(self.slots),
+            slot_start=pointer(self.slot_start),
         )
         self.pointers = (ctypes.byref(self.model), ctypes.byref(self.step))
 

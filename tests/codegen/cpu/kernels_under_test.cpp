@@ -13,8 +13,8 @@ LLMC_EXPORT int64_t test_operand_bytes(int format, int k, int group) {
   return operand_bytes(static_cast<Format>(format), k, group);
 }
 
-LLMC_EXPORT int64_t test_workspace_bytes(int tokens, int heads, int kv_heads, int dim, int context, int threads) {
-  return attention_workspace_bytes(tokens, heads, kv_heads, dim, context, threads);
+LLMC_EXPORT int64_t test_workspace_bytes(int tokens, int heads, int dim, int packed, int threads) {
+  return attention_workspace_bytes(tokens, heads, dim, packed, threads);
 }
 
 static Ctx context(const llmc_model* model, const llmc_step_args* step, int threads) {
@@ -36,28 +36,23 @@ static void run_linear(const Ctx& ctx, int epilogue, const void* x, const void* 
   }
 }
 
-#define BY_FORMAT(format, call)                 \
-  switch (static_cast<Format>(format)) {        \
-    case Format::f32: {                         \
-      constexpr Format F = Format::f32;         \
-      call;                                     \
-    } break;                                    \
-    case Format::bf16: {                        \
-      constexpr Format F = Format::bf16;        \
-      call;                                     \
-    } break;                                    \
-    case Format::i8: {                          \
-      constexpr Format F = Format::i8;          \
-      call;                                     \
-    } break;                                    \
-    case Format::i8g: {                         \
-      constexpr Format F = Format::i8g;         \
-      call;                                     \
-    } break;                                    \
-    case Format::i4: {                          \
-      constexpr Format F = Format::i4;          \
-      call;                                     \
-    } break;                                    \
+#define WITH_FORMAT(name, call)           \
+  case Format::name: {                    \
+    constexpr Format F = Format::name;    \
+    call;                                 \
+  } break;
+
+#define BY_FORMAT(format, call)                                                                                   \
+  switch (static_cast<Format>(format)) {                                                                          \
+    WITH_FORMAT(f32, call) WITH_FORMAT(f16, call) WITH_FORMAT(bf16, call) WITH_FORMAT(i8, call) WITH_FORMAT(i8g, call) \
+    WITH_FORMAT(i3, call) WITH_FORMAT(i4, call) WITH_FORMAT(i5, call) WITH_FORMAT(i6, call)                        \
+    WITH_FORMAT(i3a, call) WITH_FORMAT(i4a, call) WITH_FORMAT(i5a, call) WITH_FORMAT(i6a, call) WITH_FORMAT(i8a, call) \
+  }
+
+// One format for each kind of operand.
+#define BY_OPERAND(format, call)                                                                               \
+  switch (static_cast<Format>(format)) {                                                                       \
+    WITH_FORMAT(f32, call) WITH_FORMAT(bf16, call) WITH_FORMAT(i8, call) WITH_FORMAT(i8g, call) default: break; \
   }
 
 LLMC_EXPORT void test_linear(int format, int epilogue, const void* operand, const void* data, const void* scale, int group,
@@ -102,8 +97,8 @@ LLMC_EXPORT void test_residual_norm(int post, int residual_on, int operand_forma
   if (operand_format < 0)
     return run_residual_norm(post, residual_on, rows, H, x, post_weight, post_eps, residual, weight, eps,
                              OutF32{static_cast<float*>(out)}, threads);
-  BY_FORMAT(operand_format, run_residual_norm(post, residual_on, rows, H, x, post_weight, post_eps, residual, weight, eps,
-                                              (OutOperand<F>{out, group}), threads))
+  BY_OPERAND(operand_format, run_residual_norm(post, residual_on, rows, H, x, post_weight, post_eps, residual, weight, eps,
+                                               (OutOperand<F>{out, group}), threads))
 }
 
 struct RopeArgs {
@@ -114,13 +109,13 @@ struct RopeArgs {
   const float* inv_freq;
   int rotary_dim;
   float attention_scaling;
-  int64_t layer_offset, block_bytes;
+  KvPlace place;
 };
 
 struct AttentionCall {
   const float* qkv;
   int ldq, HQ, HKV;
-  int64_t layer_offset, block_bytes;
+  KvPlace place;
   float scale;
   int window;
   float softcap;
@@ -130,37 +125,57 @@ struct AttentionCall {
 };
 
 template <int D, class KV>
-static void run_rope(const Ctx& ctx, const RopeArgs& a) {
-  rope_append<D, KV>(ctx, a.qkv, a.HQ, a.HKV, a.q_norm, a.k_norm, a.eps, a.inv_freq, a.rotary_dim, a.attention_scaling,
-                     a.layer_offset, a.block_bytes);
+static void run_rope(const Ctx& ctx, const RopeArgs& a, bool rotate) {
+  const auto append = [&](auto kernel) {
+    kernel(ctx, a.qkv, a.HQ, a.HKV, a.q_norm, a.k_norm, a.eps, a.inv_freq, a.rotary_dim, a.attention_scaling, a.place);
+  };
+  if constexpr (KV::kPacked)
+    if (rotate) return append(rope_append<D, KV, true>);
+  append(rope_append<D, KV>);
 }
 
 template <int D, class KV>
 static void run_attention(const Ctx& ctx, const AttentionCall& a, int decode) {
   const auto kernel = decode ? attention_decode<D, KV> : attention_prefill<D, KV>;
-  kernel(ctx, a.qkv, a.ldq, a.HQ, a.HKV, a.layer_offset, a.block_bytes, a.scale, a.window, a.softcap, a.out, a.ldo,
-         a.workspace);
+  kernel(ctx, a.qkv, a.ldq, a.HQ, a.HKV, a.place, a.scale, a.window, a.softcap, a.out, a.ldo, a.workspace);
+  if constexpr (KV::kPacked) keep_newest<D>(ctx, a.qkv, a.HQ, a.HKV, a.place);
 }
 
-#define BY_HEAD(D, bf16, name, ...)                                                        \
-  switch (D) {                                                                             \
-    case 20: bf16 ? name<20, KvBf16>(__VA_ARGS__) : name<20, KvF32>(__VA_ARGS__); break;    \
-    case 80: bf16 ? name<80, KvBf16>(__VA_ARGS__) : name<80, KvF32>(__VA_ARGS__); break;    \
-    case 256: bf16 ? name<256, KvBf16>(__VA_ARGS__) : name<256, KvF32>(__VA_ARGS__); break; \
-    default: return 1;                                                                     \
+// kv: 0 f32, 1 bf16, 2 fp8, 3 int8, 4 int4; a head of 256 for the first two alone, to keep this quick to compile.
+#define BY_KV(D, kv, name, ...)                              \
+  switch (kv) {                                              \
+    case 0: name<D, KvF32>(__VA_ARGS__); return 0;           \
+    case 1: name<D, KvBf16>(__VA_ARGS__); return 0;          \
+    case 2:                                                  \
+      if constexpr (D < 256) name<D, KvFp8>(__VA_ARGS__);    \
+      return D == 256;                                       \
+    case 3:                                                  \
+      if constexpr (D < 256) name<D, KvInt8>(__VA_ARGS__);   \
+      return D == 256;                                       \
+    case 4:                                                  \
+      if constexpr (D < 256) name<D, KvInt4>(__VA_ARGS__);   \
+      return D == 256;                                       \
+    default: return 1;                                       \
   }
 
-LLMC_EXPORT int test_rope_append(const llmc_model* model, const llmc_step_args* step, int D, int bf16, const RopeArgs* a) {
+#define BY_HEAD(D, kv, name, ...)              \
+  switch (D) {                                 \
+    case 20: BY_KV(20, kv, name, __VA_ARGS__)  \
+    case 80: BY_KV(80, kv, name, __VA_ARGS__)  \
+    case 256: BY_KV(256, kv, name, __VA_ARGS__) \
+    default: return 1;                         \
+  }
+
+LLMC_EXPORT int test_rope_append(const llmc_model* model, const llmc_step_args* step, int D, int kv, int rotate,
+                                 const RopeArgs* a) {
   const Ctx ctx = context(model, step, model->num_threads);
-  BY_HEAD(D, bf16, run_rope, ctx, *a)
-  return 0;
+  BY_HEAD(D, kv, run_rope, ctx, *a, rotate)
 }
 
-LLMC_EXPORT int test_attention(const llmc_model* model, const llmc_step_args* step, int D, int bf16, int decode,
+LLMC_EXPORT int test_attention(const llmc_model* model, const llmc_step_args* step, int D, int kv, int decode,
                                const AttentionCall* a) {
   const Ctx ctx = context(model, step, model->num_threads);
-  BY_HEAD(D, bf16, run_attention, ctx, *a, decode)
-  return 0;
+  BY_HEAD(D, kv, run_attention, ctx, *a, decode)
 }
 
 LLMC_EXPORT int32_t test_illegal_instruction(void) {

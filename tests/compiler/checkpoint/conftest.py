@@ -1,16 +1,21 @@
-"""Tiny random models and the GGUF files that llama.cpp's converter would make of them."""
+"""Tiny random models, the GGUF files that llama.cpp's converter would make of them, and folders with quantised weights."""
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 SIZES = {
     "vocab_size": 96,
@@ -162,6 +167,102 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return values
+
+
+@dataclass
+class Rounded:
+    """A matrix on a grid: codes `[N, K]` from 0 to 2^bits - 1, zero and float16 scale `[N, G]`, the group of each column."""
+
+    bits: int
+    codes: np.ndarray
+    zero: np.ndarray
+    scale: np.ndarray
+    column_group: np.ndarray
+
+    @property
+    def values(self) -> np.ndarray:
+        wide = self.scale.astype(np.float64)[:, self.column_group]
+        return (wide * (self.codes.astype(np.int64) - self.zero[:, self.column_group])).astype(np.float32)
+
+
+def round_weight(
+    w: np.ndarray, bits: int, group: int, *, symmetric: bool = True, column_group: np.ndarray | None = None
+) -> Rounded:
+    """The nearest codes for scales that cover each group's range."""
+    n, k = w.shape
+    groups = np.arange(k) // group if column_group is None else column_group
+    high = 2**bits - 1
+    zero, scale = np.empty((n, groups.max() + 1), np.int64), np.empty((n, groups.max() + 1), np.float16)
+    codes = np.empty((n, k), np.uint8)
+    for g in range(groups.max() + 1):
+        part = w[:, groups == g]
+        if symmetric:
+            scale[:, g] = np.abs(part).max(1) / (2 ** (bits - 1) - 0.5)
+            zero[:, g] = 2 ** (bits - 1)
+        else:
+            scale[:, g] = (part.max(1).clip(0) - part.min(1).clip(max=0)) / high
+            zero[:, g] = np.rint(-part.min(1).clip(max=0) / scale[:, g].astype(np.float64))
+        exact = scale[:, g : g + 1].astype(np.float64)
+        codes[:, groups == g] = np.clip(np.rint(part / exact) + zero[:, g : g + 1], 0, high)
+    return Rounded(bits, codes, zero, scale, groups)
+
+
+def pack_words(codes: np.ndarray, bits: int) -> torch.Tensor:
+    """Rows of codes as one long little-endian integer each, cut into 32-bit words."""
+    words = -(-codes.shape[1] * bits // 32)
+    rows = [sum(int(code) << (i * bits) for i, code in enumerate(row)).to_bytes(4 * words, "little") for row in codes]
+    return torch.from_numpy(np.frombuffer(b"".join(rows), "<i4").reshape(len(rows), words).copy())
+
+
+Encode = Callable[[str, np.ndarray], "tuple[dict[str, torch.Tensor], np.ndarray] | None"]
+
+
+def quantized_folder(
+    source: Path, path: Path, quantization: Mapping[str, Any], encode: Encode, *, key: str = "quantization_config"
+) -> dict[str, np.ndarray]:
+    """A copy of the folder `source` in which `encode(module, weight)` gives the parts of every matrix and the values that they stand for.
+
+    Returns all values by parameter name. None leaves a matrix as it is.
+    """
+    shutil.copytree(source, path, dirs_exist_ok=True)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, key: quantization}))
+    tensors: dict[str, torch.Tensor] = {}
+    values: dict[str, np.ndarray] = {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        module = name.removesuffix(".weight")
+        encoded = encode(module, tensor.numpy()) if tensor.dim() == 2 else None
+        if encoded is None:
+            tensors[name], values[name] = tensor, tensor.numpy()
+            continue
+        parts, values[name] = encoded
+        tensors |= {f"{module}.{part}": value.contiguous() for part, value in parts.items()}
+    save_file(tensors, path / "model.safetensors")
+    return values
+
+
+class Quantized:
+    """What tests of quantised folders share."""
+
+    round_weight = staticmethod(round_weight)
+    pack_words = staticmethod(pack_words)
+    folder = staticmethod(quantized_folder)
+
+    @staticmethod
+    def in_layers(module: str) -> bool:
+        return module.startswith("model.layers.")
+
+    @staticmethod
+    def edit(path: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+        """Change the stored tensors in place."""
+        tensors = load_file(path / "model.safetensors")
+        change(tensors)
+        save_file(tensors, path / "model.safetensors")
+
+
+@pytest.fixture(scope="session")
+def quantized() -> Quantized:
+    return Quantized()
 
 
 class Tiny:

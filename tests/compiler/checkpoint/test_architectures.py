@@ -36,7 +36,7 @@ def test_every_architecture_in_the_table_builds(model_type: str, tiny) -> None:
         ({"model_type": None}, ["model_type is None"]),
         ({"hidden_act": "gelu"}, ["hidden_act 'gelu'", "supported: silu"]),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, ["rope_type 'yarn'", "default, linear, llama3"]),
-        ({"quantization_config": {"quant_method": "awq"}}, ["quantization_config", "'awq'", "unquantised"]),
+        ({"quantization_config": {"quant_method": "awq"}}, ["quantization_config", "'awq'", "remove the entry"]),
         ({"num_experts": 8}, ["num_experts=8", "mixture of experts"]),
         ({"num_key_value_heads": 3}, ["num_attention_heads=4", "num_key_value_heads=3"]),
         ({"num_hidden_layers": 10**9}, ["num_hidden_layers is 1000000000", "from 1 to"]),

@@ -1,0 +1,264 @@
+"""Quantises a model for one target: calibration texts, formats within limits, layers in order, and what the result is worth."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, fx
+
+from ..codegen import Backend, ProgramOptions, make_backend
+from ..errors import QualityError
+from ..passes.graph import WeightTable, copy_module
+from ..passes.pipelines import calibration_pipeline
+from ..passes.quantize import Quantize
+from ..quantization.allocate import Allocation, Choice, allocate
+from ..quantization.calibration.calibration import Calibration
+from ..quantization.calibration.detectors import few_tokens
+from ..quantization.calibration.load import load_calibration
+from ..quantization.layerwise import Forward, Step, make_steps
+from ..quantization.method import Method
+from ..quantization.probe import Probe
+from ..quantization.quality import Quality, QualityMeter
+from ..quantization.quantized_model import QuantizedModel
+from ..quantization.quantizer import Quantizer
+from ..quantization.report import QuantizationReport
+from ..quantization.sensitivity import Sensitivity, format_bytes, measure_sensitivities
+from ..quantization.smoothquant import strength_for
+from ..quantization.work_folder import WorkFolder
+from .checkpoint import Checkpoint
+from .options import QuantizationOptions
+from .progress import Progress
+from .weights import WeightStore
+
+_PROBE_SHARE = 16  # one of so many samples measures the result, and four at least
+_MARGIN = 0.9  # of --max-kl that is aimed at: the gate measures other texts than the sensitivities
+_ROUNDS = 4
+_CACHED_BYTES = 2 << 30
+
+
+@dataclass(slots=True)
+class Calibrated:
+    """A target whose weights are quantised: the back end with the formats chosen, the weights, the report."""
+
+    backend: Backend
+    model: QuantizedModel
+    report: QuantizationReport
+    probe: Probe
+
+
+class TargetQuantizer:
+    """Quantises one checkpoint for one back end after the other; calibration and the float model's logits are made once."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        traced: fx.GraphModule,
+        options: QuantizationOptions,
+        work_folder: Path,
+        progress: Progress,
+    ) -> None:
+        self.checkpoint = checkpoint
+        self.traced = traced
+        self.options = options
+        self.progress = progress
+        self.method = Method.parse(options.method or "gptq")
+        self.store = WeightStore(checkpoint)
+        self.read = _Cache(self._read_float)
+        self.module = self._graph()
+        self.steps = make_steps(self.module)
+        self.table = WeightTable.of(self.module)
+        self.calibration = self._load_calibration()
+        tokens = [torch.from_numpy(sample) for sample in self.calibration.samples]
+        held_out = max(4, len(tokens) // _PROBE_SHARE)
+        probe, self.samples = (tokens[:held_out], tokens[held_out:]) if len(tokens) > held_out else (tokens, tokens)
+        self.probe = Probe.make(self.module, self.steps, probe, self.read)
+        self.work = WorkFolder(work_folder, self._key(), resume=options.resume)
+        self._sensitivities: dict[str, Sensitivity] = {}
+
+    def run(self, backend: Backend, program_options: ProgramOptions) -> Calibrated:
+        """Choose formats, quantise, measure; with `max_kl`, as often as it takes to keep to it.
+
+        Raises `QualityError` with the nearest figures where the limits cannot be met.
+        """
+        defaults = self._default_formats(backend)
+        limited = self.options.max_kl is not None or self.options.memory_budget is not None
+        factor = 1.0
+        for number in range(1, _ROUNDS + 1):
+            formats = self._allocate(backend, factor).formats() if limited else defaults
+            chosen = make_backend(backend.target, replace(program_options, formats=formats if limited else {}))
+            self.progress.stage(f"quantize round {number}" if number > 1 else "quantize")
+            model, quantizer = self._quantize(chosen, formats)
+            self.progress.stage("measure")
+            quality = self.probe.compare(
+                self.probe.finish(Forward(quantizer.module, quantizer.steps, self.probe.samples), 0, quantizer.read)
+            )
+            report = self._report(model, quality, number)
+            if self.options.max_kl is None or quality.kl_mean <= self.options.max_kl:
+                return Calibrated(chosen, model, report, self.probe)
+            if not limited:
+                break
+            predicted = sum(choice.kl for choice in self._allocate(backend, factor).choices.values())
+            factor *= max(quality.kl_mean / max(predicted, 1e-9), 1.05)
+        raise QualityError(
+            f"--max-kl {self.options.max_kl:g}: the nearest allocation found has a mean KL of {quality.kl_mean:.4g} after {number} rounds; "
+            "allow more, or raise --memory-budget"
+        )
+
+    def noise_floor(self) -> Quality:
+        """The float model run with every value rounded to float16, against the same in bfloat16."""
+        logits = []
+        for dtype in (torch.bfloat16, torch.float16):
+
+            def rounded(node: fx.Node, value: Tensor, dtype: torch.dtype = dtype) -> Tensor:
+                return value.to(dtype).float() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+            def read(name: str, dtype: torch.dtype = dtype) -> Tensor:
+                return self.read(name).to(dtype).float()
+
+            logits.append(self.probe.finish(Forward(self.module, self.steps, self.probe.samples), 0, read, rounded))
+        meter = QualityMeter()
+        for sample, rows, a, b in zip(self.probe.samples, self.probe.rows, *logits, strict=True):
+            meter.add(a, b, sample[rows + 1])
+        return meter.result()
+
+    def _graph(self) -> fx.GraphModule:
+        module = copy_module(self.traced)
+        for step in calibration_pipeline():
+            step.run(module)
+        return module
+
+    def _read_float(self, name: str) -> Tensor:
+        return self.table.constants[name] if name in self.table.constants else self.store.read(self.table[name])
+
+    def _load_calibration(self) -> Calibration:
+        options = self.options
+        with tempfile.TemporaryDirectory(prefix="llmc-tokenizer-") as name:
+            folder = None
+            if self.checkpoint.has_tokenizer:
+                folder = Path(name)
+                self.checkpoint.write_tokenizer(folder)
+            found = load_calibration(
+                options.calibration,
+                folder,
+                vocab_size=self.checkpoint.config.vocab_size,
+                num_samples=options.calibration_samples,
+                max_length=options.calibration_length,
+            )
+        width = max(step.source.meta["val"].shape[-1] for step in self.steps if step.source is not None)
+        doubt = few_tokens(found.num_tokens, width)
+        return replace(found, warnings=(*found.warnings, *([doubt] if doubt else [])))
+
+    def _default_formats(self, backend: Backend) -> dict[str, str]:
+        module = copy_module(self.module)
+        Quantize(backend.quantization).run(module)
+        table = WeightTable.of(module)
+        return {name: table[name].format for step in self.steps for name in step.weights()}
+
+    def _allocate(self, backend: Backend, factor: float) -> Allocation:
+        sensitivities = self._measured(backend)
+        options = self.options
+        choices: dict[str, list[Choice]] = {name: s.choices(factor) for name, s in sensitivities.items()}
+        max_bytes = None
+        if options.memory_budget is not None:
+            max_bytes = options.memory_budget - self._fixed_bytes(backend)
+        found = allocate(choices, max_bytes=max_bytes, max_kl=None if options.max_kl is None else options.max_kl * _MARGIN)
+        if max_bytes is not None and found.num_bytes > max_bytes:
+            raise QualityError(
+                f"--memory-budget {options.memory_budget}: the smallest this model gets is "
+                f"{found.num_bytes + self._fixed_bytes(backend)} bytes, with an expected mean KL of {found.kl:.3g}; allow that many"
+            )
+        return found
+
+    def _fixed_bytes(self, backend: Backend) -> int:
+        """Vectors, which stay in float32, and the KV cache of one sequence of 4,096 tokens, or of the context if that is shorter."""
+        vectors = sum(4 * weight.num_elements for weight in self.table.values() if len(weight.shape) == 1)
+        return vectors + self.kv_bytes(backend)
+
+    def kv_bytes(self, backend: Backend) -> int:
+        """The KV cache of one sequence in the back end's dtypes."""
+        del backend
+        return 0
+
+    def _measured(self, backend: Backend) -> dict[str, Sensitivity]:
+        if not self._sensitivities:
+            self.progress.stage("sensitivities")
+            self._sensitivities = measure_sensitivities(
+                self.module,
+                self.steps,
+                self.probe,
+                backend.candidates,
+                self.read,
+                lambda value, format: torch.from_numpy(backend.decode_matrix(value.numpy(), format)),
+                self.progress.done,
+            )
+        return self._sensitivities
+
+    def _quantize(self, backend: Backend, formats: Mapping[str, str]) -> tuple[QuantizedModel, Quantizer]:
+        def on_step(step: Step) -> None:
+            self.progress.done(f"quantized {', '.join(step.weights()) or 'the end'}")
+
+        quantizer = Quantizer(
+            self._graph(),
+            formats,
+            self.method,
+            self.samples,
+            sources=self.store,
+            read=self.store.read,
+            decode=backend.decode_matrix,
+            work=self.work,
+            strength=strength_for(str(self.checkpoint.config.model_type)),
+            on_step=on_step,
+        )
+        return quantizer.run(), quantizer
+
+    def _key(self) -> dict[str, object]:
+        """What the parts of the work folder depend on beside formats."""
+        files = sorted(p for p in self.checkpoint.path.rglob("*") if p.is_file()) if self.checkpoint.path.is_dir() else []
+        stats = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files or [self.checkpoint.path]]
+        return {
+            "model": [list(stat) for stat in stats],
+            "layers": int(self.checkpoint.config.num_hidden_layers),
+            "method": str(self.method),
+            "calibration": self.calibration.digest,
+        }
+
+    def _report(self, model: QuantizedModel, quality: Quality, rounds: int) -> QuantizationReport:
+        formats = {record.name: record.format for record in model.records}
+        shapes = {name: (self.table[name].shape[0], self.table[name].shape[1]) for name in formats}
+        return QuantizationReport(
+            method=str(self.method),
+            calibration=self.calibration.source,
+            calibration_tokens=self.calibration.num_tokens,
+            calibration_digest=self.calibration.digest,
+            warnings=[str(warning) for warning in self.calibration.warnings] + model.warnings,
+            records=model.records,
+            shapes=shapes,
+            sensitivities=self._sensitivities,
+            max_kl=self.options.max_kl,
+            memory_budget=self.options.memory_budget,
+            memory_bytes=sum(format_bytes(format, *shapes[name]) for name, format in formats.items()),
+            rounds=rounds,
+            quality=quality,
+            noise_floor=self.noise_floor(),
+        )
+
+
+@dataclass(slots=True)
+class _Cache:
+    """Keeps the weights read most recently, up to a limit: sensitivities read every weight once for each matrix before it."""
+
+    read: Callable[[str], Tensor]
+    kept: dict[str, Tensor] = field(default_factory=dict)
+
+    def __call__(self, name: str) -> Tensor:
+        if name not in self.kept:
+            value = self.read(name)
+            size = sum(t.numel() * t.element_size() for t in self.kept.values())
+            if size + value.numel() * value.element_size() > _CACHED_BYTES:
+                return value
+            self.kept[name] = value
+        return self.kept[name]

@@ -1,0 +1,178 @@
+"""Exports a checkpoint: its tensors and grids for the exporters, and the check that what they wrote is the same model."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Final, Literal
+
+from ..codegen.export import ExportModel, ExportReport, export_compressed_tensors, export_gguf
+from ..codegen.export.compressed_config import Activations
+from ..errors import CheckpointError, LlmcError, UsageError, VerificationError
+from ..quantization.grid import BITS, GROUP_SIZES, Grid, QuantizedMatrix
+from ..quantization.round_to_nearest import round_to_nearest
+from .checkpoint import Checkpoint, open_checkpoint
+from .checkpoint.gguf_file import GgufCheckpoint
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PretrainedConfig
+
+Format = Literal["gguf", "compressed-tensors"]
+FORMATS: Final[tuple[Format, ...]] = ("gguf", "compressed-tensors")
+
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_SAME_FIELDS: Final = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("head_dim", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "sliding_window", "layer_types"),
+    *("query_pre_attn_scalar", "rope_parameters"),
+)
+_SAMPLES: Final = (
+    "The quick brown fox doesn't jump; it's 1234567 times too LAZY.",
+    "  two spaces,\ttab\n\n\nthree lines  \n",
+    "Größe naïve Ελλάδα Привет 你好 こんにちは 안녕 🙂👍🏽 x²≠y₁",
+    "def f(x):\n    return x[0] == {'a': 1.5e-3}  # <b>ok</b>\r\n",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportOptions:
+    """Options of `llmc export`; see its help for what each does."""
+
+    model: str
+    format: Format = "gguf"
+    output: Path | None = None
+    type: str | None = None
+    head_type: str | None = None
+    quantization: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.format not in FORMATS:
+            raise UsageError(f"export format {self.format!r} is unknown; choose one of {', '.join(FORMATS)}")
+        if self.format != "gguf" and (self.type is not None or self.head_type is not None):
+            raise UsageError("export: --type and --head-type are for --format gguf; use --quantization")
+        if self.format == "gguf" and self.activations != "16-bit":
+            raise UsageError(f"export: GGUF has no {self.quantization!r}; choose a --type, or --format compressed-tensors")
+        if self.quantization not in (None, "fp8") and self.grid is None:
+            names = [str(Grid(bits=8)), "w8a8", "fp8", *(f"int{bits}-g{g}" for bits in BITS for g in GROUP_SIZES)]
+            raise UsageError(
+                f"export: quantization {self.quantization!r} is unknown; choose one of {', '.join(names)}, or add -asym"
+            )
+
+    @property
+    def grid(self) -> Grid | None:
+        """The grid of the layers' matrices."""
+        return Grid.parse(self.quantization) if self.quantization is not None else None
+
+    @property
+    def activations(self) -> Activations:
+        """What the exported model's kernels quantise their inputs to."""
+        return "int8" if self.quantization == "w8a8" else "fp8" if self.quantization == "fp8" else "16-bit"
+
+
+class CheckpointModel(ExportModel):
+    """A checkpoint whose layers are rounded to nearest on `grid`; without one, the exporter chooses the formats."""
+
+    def __init__(self, checkpoint: Checkpoint, grid: Grid | None = None) -> None:
+        self.checkpoint = checkpoint
+        self.name = checkpoint.name
+        self.config = checkpoint.config
+        self.generation_config = checkpoint.generation_config
+        self.has_tokenizer = checkpoint.has_tokenizer
+        self.source_gguf = checkpoint.path if isinstance(checkpoint, GgufCheckpoint) else None
+        self._grid = grid
+
+    def tensor_names(self) -> frozenset[str]:
+        names = self.checkpoint.tensor_names()
+        return names - {_HEAD} if self.config.tie_word_embeddings else names
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.checkpoint.shape(name)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        value = self.checkpoint.tensor(name)
+        if not value.isfinite().all():
+            raise CheckpointError(
+                f"{self.checkpoint.path}: {name} holds NaN or infinite values, expected finite weights; the checkpoint is damaged"
+            )
+        return value
+
+    def write_tokenizer(self, out: Path) -> None:
+        self.checkpoint.write_tokenizer(out)
+
+    def grid(self, name: str) -> Grid | None:
+        return self._grid if len(self.shape(name)) == 2 and name not in (_EMBEDDING, _HEAD) else None
+
+    def quantized(self, name: str) -> QuantizedMatrix:
+        grid = self.grid(name)
+        assert grid is not None, f"{name} has no grid"
+        return round_to_nearest(self.tensor(name), grid)
+
+
+def run(options: ExportOptions) -> ExportReport:
+    """Open the model, round it as asked, export it. Raises subclasses of `LlmcError`; on any error nothing is left behind."""
+    checkpoint = open_checkpoint(options.model)
+    model = CheckpointModel(checkpoint, options.grid)
+    stem = Path(checkpoint.name).name
+    if options.format == "gguf":
+        output = options.output or Path(f"{stem}-{options.quantization or options.type or 'Q4_K'}.gguf")
+        return write_gguf(output, model, options.type or "Q4_K", options.head_type)
+    quantization = options.quantization or "int4-g128"
+    if options.quantization is None:
+        model = CheckpointModel(checkpoint, Grid.parse(quantization))
+    return export_compressed_tensors(options.output or Path(f"{stem}-{quantization}"), model, activations=options.activations)
+
+
+def write_gguf(output: Path, model: ExportModel, type_name: str = "Q4_K", head_type: str | None = None) -> ExportReport:
+    """`export_gguf`, checked with llmc's own reader: config, tokenizer and tensors must come back as they went in."""
+
+    def reopen(path: Path) -> Checkpoint:
+        try:
+            found = GgufCheckpoint(path)
+        except LlmcError as error:
+            reason = str(error).replace(str(path), output.name)
+            raise VerificationError(f"{output}: llmc does not read back what it would write; nothing was kept: {reason}") from error
+        _check_config(found.config, model.config, output)
+        if model.source_gguf is None:
+            _check_tokenizer(found, model, output)
+        return found
+
+    return export_gguf(output, model, type_name=type_name, head_type=head_type, reopen=reopen)
+
+
+def _check_config(found: PretrainedConfig, meant: PretrainedConfig, output: Path) -> None:
+    for name in _SAME_FIELDS:
+        values = getattr(found, name, None), getattr(meant, name, None)
+        if None not in values and not _same(*values):
+            raise VerificationError(
+                f"{output}: the file says {name}={values[0]!r}, the model has {values[1]!r}; nothing was kept"
+            )
+
+
+def _same(a: object, b: object) -> bool:
+    """Equal, with floats to the precision of float32."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        return all(_same(a[key], b[key]) for key in a.keys() & b.keys())
+    if isinstance(a, int | float) and isinstance(b, int | float):
+        return math.isclose(a, b, rel_tol=1e-6)
+    return a == b
+
+
+def _check_tokenizer(found: Checkpoint, model: ExportModel, output: Path) -> None:
+    """Both tokenizers must cut the same samples of text into the same ids."""
+    from tokenizers import Tokenizer
+
+    ids = []
+    for source in (found, model):
+        with TemporaryDirectory() as folder:
+            source.write_tokenizer(Path(folder))
+            tokenizer = Tokenizer.from_file(str(Path(folder) / "tokenizer.json"))
+            ids.append([tokenizer.encode(text).ids for text in _SAMPLES])
+    for text, a, b in zip(_SAMPLES, *ids, strict=True):
+        if a != b:
+            raise VerificationError(
+                f"{output}: the file's vocabulary cuts {text!r} into {a[:12]}, the model's tokenizer into {b[:12]}; nothing was kept; "
+                "export as compressed-tensors, which copies the tokenizer"
+            )

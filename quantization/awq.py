@@ -1,0 +1,213 @@
+"""AWQ: scales that protect the weights which meet large activations, then limits for what is left to round (Lin et al. 2023)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from .grid import Grid
+from .number_formats import row_slices
+from .round_to_nearest import round_to_nearest
+
+RATIOS: Final = tuple(step / 20 for step in range(20))
+SHRINK: Final = (0.9, 0.8, 0.7, 0.6, 0.5)  # of a group's largest magnitude; rounding itself searches between
+SPREAD_WARNING: Final = 10.0
+"""A scale with a larger s_max / s_min deserves a look: what it does to the norm or the bias is no longer small."""
+
+_SAMPLE_ROWS: Final = 256
+_LIMIT: Final = 1e4  # a scale lies in 1/_LIMIT.._LIMIT before it is centred
+_SLICE_VALUES: Final = 1 << 21
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Consumer:
+    """A linear that reads the scaled value: `weight [N, K]`, float32, and the grid it is rounded to."""
+
+    weight: Tensor
+    grid: Grid
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaleSearch:
+    """The scale found, float32 `[K]`; `ratio` is the r it comes from, None for the identity; losses without and with it."""
+
+    scale: Tensor
+    ratio: float | None
+    loss_before: float
+    loss_after: float
+
+    @property
+    def spread(self) -> float:
+        """s_max / s_min."""
+        return float(self.scale.max() / self.scale.min())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClipSearch:
+    """`limit [N, G]`, the largest magnitude kept in each group, and `weight [N, K]` clipped to it; losses without and with.
+
+    Rounding `weight` with `round_to_nearest(weight, grid, importance)`, with the `importance` and `search` of the call, is what was
+    measured. A group that is better left alone has its own largest magnitude as limit.
+    """
+
+    weight: Tensor
+    limit: Tensor
+    clipped_share: float
+    loss_before: float
+    loss_after: float
+
+
+def search_scales(
+    mean_abs: Tensor,
+    second_moment: Tensor,
+    consumers: Sequence[Consumer],
+    *,
+    tie: Callable[[Tensor], Tensor] | None = None,
+    loss: Callable[[Tensor], float] | None = None,
+    sample_rows: int | None = _SAMPLE_ROWS,
+) -> ScaleSearch:
+    """The scale `s = mean|x|^r / (mean|w|^(1-r) + 1e-4)` whose r, of a grid of 20, loses least once the weights are rounded.
+
+    `mean_abs [K]` is the mean magnitude of each input channel and `second_moment [K, K]` the mean of x^T x, both of the unscaled input
+    and float32. `tie` makes a scale one that the producer can absorb (`AbsorbPair.tie`). `loss(scale)` is the error that counts, such as
+    that of the parent block's output; without it, that of the consumers' outputs from the second moment, on at most `sample_rows` rows
+    of each consumer, evenly spaced (None: all). The identity is a candidate and wins ties. Channels that are always zero, or that no
+    weight reads, keep the scale 1.
+    """
+    measure = loss or _output_loss(second_moment, consumers, sample_rows)
+    w_mean = _mean_magnitude(consumers)
+    best = torch.ones_like(mean_abs)
+    ratio, before = None, measure(best)
+    after = before
+    for candidate in RATIOS:
+        scale = scale_at(candidate, mean_abs, w_mean)
+        scale = scale if tie is None else tie(scale)
+        error = measure(scale)
+        if error < after:
+            best, ratio, after = scale, candidate, error
+    return ScaleSearch(scale=best, ratio=ratio, loss_before=before, loss_after=after)
+
+
+def scale_at(ratio: float, x_mean: Tensor, w_mean: Tensor) -> Tensor:
+    """The scale `[K]` of one r, centred so that s_max * s_min = 1; 1 where a mean is zero or not finite."""
+    alive = (x_mean > 0) & (w_mean > 0) & torch.isfinite(x_mean) & torch.isfinite(w_mean)
+    scale = torch.ones_like(x_mean)
+    if bool(alive.any()):
+        raw = x_mean[alive].double().pow(ratio) / (w_mean[alive].double().pow(1 - ratio) + 1e-4)
+        raw = raw.clamp(1 / _LIMIT, _LIMIT)
+        scale[alive] = (raw / (raw.max() * raw.min()).sqrt()).to(scale.dtype)
+    return scale
+
+
+def search_clip(
+    consumer: Consumer, second_moment: Tensor, *, importance: Tensor | None = None, search: bool | None = None
+) -> ClipSearch:
+    """For each group of `consumer` the largest magnitude to keep, down to half of what it holds, by the error of the group's output.
+
+    `second_moment [K, K]` and `consumer.weight` are of the scaled input and weights. `importance` and `search` are those of
+    `choose_scales` when the weight is rounded later. The error of group g is `dw H_gg dw^T`: what the groups have in common is left to
+    methods that round column by column.
+    """
+    weight, grid = consumer.weight, consumer.grid
+    n, k = weight.shape
+    width = grid.group or k
+    blocks = _diagonal_blocks(second_moment, width)
+    limit = _groups(weight, width).abs().amax(-1)
+    clipped = weight.clone()
+    total = torch.zeros(2, dtype=torch.float64)
+    moved = 0
+    for rows in row_slices(n, k, _SLICE_VALUES):
+        part = weight[rows]
+        weighed = importance[rows] if importance is not None and importance.dim() == 2 else importance
+
+        def error(candidate: Tensor, part: Tensor = part, weighed: Tensor | None = weighed) -> Tensor:
+            rounded = _rounded(candidate, grid, weighed, search)
+            return _quadratic(_groups(rounded - part, width), blocks)
+
+        largest = limit[rows].clone()
+        kept = torch.ones_like(largest)
+        best = error(part)
+        total[0] += best.sum()
+        for factor in SHRINK:
+            bound = (largest * factor).repeat_interleave(width, 1)[:, :k]
+            found = error(part.clamp(-bound, bound))
+            better = found < best
+            best = torch.where(better, found, best)
+            kept[better] = factor
+        total[1] += best.sum()
+        moved += int((kept < 1).sum())
+        limit[rows] = largest * kept
+        bound = limit[rows].repeat_interleave(width, 1)[:, :k]
+        clipped[rows] = part.clamp(-bound, bound)
+    return ClipSearch(
+        weight=clipped,
+        limit=limit,
+        clipped_share=moved / limit.numel(),
+        loss_before=float(total[0]) / n,
+        loss_after=float(total[1]) / n,
+    )
+
+
+def _output_loss(second_moment: Tensor, consumers: Sequence[Consumer], sample_rows: int | None) -> Callable[[Tensor], float]:
+    """`loss(scale)`: the mean square error of all consumers' outputs, tr(dW H dW^T) over the rows, with dW = Q(W s) / s - W."""
+    samples = [_spaced(consumer.weight, sample_rows) for consumer in consumers]
+    mean_square = second_moment.diagonal()
+
+    def loss(scale: Tensor) -> float:
+        error = 0.0
+        importance = mean_square / scale.square()
+        for consumer, sample in zip(consumers, samples, strict=True):
+            rounded = round_to_nearest(sample * scale, consumer.grid, importance).dequantize()
+            difference = torch.from_numpy(rounded) / scale - sample
+            share = len(consumer.weight) / len(sample)
+            error += share * float(((difference @ second_moment) * difference).sum(dtype=torch.float64))
+        return error / sum(len(consumer.weight) for consumer in consumers)
+
+    return loss
+
+
+def _spaced(weight: Tensor, rows: int | None) -> Tensor:
+    if rows is None or len(weight) <= rows:
+        return weight
+    return weight[torch.linspace(0, len(weight) - 1, rows).round().long()]
+
+
+def _mean_magnitude(consumers: Sequence[Consumer]) -> Tensor:
+    """`[K]`: the mean over all rows of a weight's magnitude relative to the largest of its group."""
+    total = torch.zeros(consumers[0].weight.shape[1], dtype=torch.float64)
+    for consumer in consumers:
+        n, k = consumer.weight.shape
+        width = consumer.grid.group or k
+        for rows in row_slices(n, k, _SLICE_VALUES):
+            magnitude = _groups(consumer.weight[rows].abs(), width)  # [n, G, width]
+            magnitude = magnitude / magnitude.amax(-1, keepdim=True).clamp_min(1e-30)
+            total += magnitude.flatten(1)[:, :k].sum(0, dtype=torch.float64)
+    return (total / sum(len(consumer.weight) for consumer in consumers)).float()
+
+
+def _groups(w: Tensor, width: int) -> Tensor:
+    """`[N, K]` to `[N, G, width]`, padded with zeros; G as the grid counts them but for groups of padding alone."""
+    return pad(w, (0, -w.shape[1] % width)).view(len(w), -1, width)
+
+
+def _diagonal_blocks(second_moment: Tensor, width: int) -> Tensor:
+    """`[K, K]` to its diagonal blocks `[G, width, width]`."""
+    k = len(second_moment)
+    padded = pad(second_moment, (0, -k % width, 0, -k % width))
+    groups = len(padded) // width
+    return padded.view(groups, width, groups, width).diagonal(dim1=0, dim2=2).permute(2, 0, 1).contiguous()
+
+
+def _quadratic(difference: Tensor, blocks: Tensor) -> Tensor:
+    """`dw H_gg dw^T` for each row and group: `[N, G, width]` and `[G, width, width]` to `[N, G]`."""
+    products = torch.bmm(difference.transpose(0, 1), blocks).transpose(0, 1)
+    return (products * difference).sum(-1)
+
+
+def _rounded(weight: Tensor, grid: Grid, importance: Tensor | None, search: bool | None) -> Tensor:
+    return torch.from_numpy(round_to_nearest(weight, grid, importance, search=search).dequantize())

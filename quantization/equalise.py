@@ -1,0 +1,58 @@
+"""Chooses the scales of one layer's absorb pairs: AWQ for low-bit weights, SmoothQuant for 8-bit activations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import Tensor
+
+from ..passes.graph import WeightTable
+from . import smoothquant
+from .awq import SPREAD_WARNING, Consumer, search_scales
+from .grid import Grid
+from .method import Equalisation
+from .pairs import AbsorbPair
+from .rescale import Rescaling
+from .second_moment import SecondMoment
+
+
+def equalise(
+    equalisation: Equalisation,
+    pairs: Sequence[AbsorbPair],
+    moments: Mapping[str, SecondMoment],
+    formats: Mapping[str, str],
+    read: Callable[[str], Tensor],
+    table: WeightTable,
+    source_shape: Callable[[str], tuple[int, ...]],
+    *,
+    strength: float,
+) -> tuple[Rescaling, list[str]]:
+    """The rescaling of `pairs` and warnings.
+
+    `moments` are of the input of each consumer, by its weight's name; `read` gives weights in float32; `strength` is SmoothQuant's.
+    """
+    rescaling, warnings = Rescaling(), []
+    for pair in pairs:
+        moment = moments[pair.consumers[0]]
+        weights = {name: read(name) for name in pair.consumers}
+        grids = {name: Grid.parse(formats[name]) for name in pair.consumers}
+        if equalisation == "smoothquant":
+            if not all(smoothquant.applies_to(pair, formats[name]) for name in pair.consumers):
+                continue
+            scale = smoothquant.smooth_scales(moment.amax, list(weights.values()), strength)
+            spread = float(scale.max() / scale.min())
+        else:
+            consumers = [
+                Consumer(weight=w, grid=g) for w, g in zip(weights.values(), grids.values(), strict=True) if g is not None
+            ]
+            if len(consumers) < len(weights):
+                continue
+            found = search_scales(moment.mean_abs, moment.hessian() / 2, consumers, tie=pair.tie)
+            scale, spread = found.scale, found.spread
+        if spread > SPREAD_WARNING and equalisation == "awq":
+            warnings.append(
+                f"scale-range: {pair}: {equalisation} scales spread over a factor of {spread:.0f}, expected at most {SPREAD_WARNING:.0f}; "
+                "look at the calibration text, or leave this layer in more bits"
+            )
+        rescaling = rescaling.then(Rescaling.of(pair, scale, table, source_shape))
+    return rescaling, warnings
