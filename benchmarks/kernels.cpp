@@ -124,6 +124,49 @@ struct Bench {
   }
 };
 
+// One token of one sequence over `context` keys, in every layer of a pool that is larger than any cache.
+template <int D, class KV>
+static double decode_attention(int threads, int HQ, int HKV, int context, int64_t token_bytes) {
+  constexpr int kLayers = 24;
+  const int blocks = static_cast<int>(ceil_div(context, kBlock)), width = (HQ + 2 * HKV) * D;
+  const int64_t layer_bytes = int64_t{2} * HKV * kBlock * token_bytes;
+  const int64_t slot_bytes = int64_t{kSlotBlocks} * 2 * HKV * kBlock * D * 2;
+  std::vector<char> pool(blocks * layer_bytes * kLayers, 0), slot(slot_bytes, 0);
+  std::vector<char> workspace(attention_workspace_bytes(1, HQ, D, KV::kPacked, threads));
+  std::vector<float> qkv(width, 0.5f), out(HQ * D), inv_freq(D / 2, 0.01f);
+  std::vector<int32_t> table(blocks);
+  for (int i = 0; i < blocks; ++i) table[i] = i * 37 % blocks;  // scattered
+  const int32_t position = context - 1, query_start[2] = {0, 1}, context_len = context, zero_slot = 0;
+  const llmc_model model{nullptr, nullptr, pool.data(), slot.data(), 1, threads};
+  const llmc_step_args step{1, 1, 1, blocks, 0, nullptr, &position, query_start, &context_len, table.data(), nullptr, &zero_slot,
+                            &zero_slot, nullptr};
+  const Ctx ctx{&model, &step, 1, 0, threads};
+  const double seconds = best_of(9, [&] {
+    for (int layer = 0; layer < kLayers; ++layer) {
+      const KvPlace place{layer * layer_bytes, layer_bytes * kLayers, 0, slot_bytes};
+      rope_append<D, KV>(ctx, qkv.data(), HQ, HKV, nullptr, nullptr, 0.0f, inv_freq.data(), D, 1.0f, place);
+      attention_decode<D, KV>(ctx, qkv.data(), width, HQ, HKV, place, 0.1f, 0, 0.0f, out.data(), HQ * D, workspace.data());
+      if constexpr (KV::kPacked) keep_newest<D>(ctx, qkv.data(), HQ, HKV, place);
+    }
+  });
+  return seconds / kLayers;
+}
+
+template <int D>
+static void run_attention(int threads, int HQ, int HKV) {
+  for (const int context : {512, 2048, 8192}) {
+    const auto report = [&](const char* name, double seconds, int64_t token_bytes) {
+      const double bytes = 2.0 * HKV * context * static_cast<double>(token_bytes);
+      std::printf("decode attention %-4s heads=%d/%d D=%d context=%-5d %7.1f us a layer, %5.1f GB/s\n", name, HQ, HKV, D, context,
+                  seconds * 1e6, bytes / seconds / 1e9);
+    };
+    report("bf16", decode_attention<D, KvBf16>(threads, HQ, HKV, context, 2 * D), 2 * D);
+    report("int8", decode_attention<D, KvInt8>(threads, HQ, HKV, context, D + 4), D + 4);
+    report("fp8", decode_attention<D, KvFp8>(threads, HQ, HKV, context, D + 4), D + 4);
+    report("int4", decode_attention<D, KvInt4>(threads, HQ, HKV, context, D / 32 * 18), D / 32 * 18);
+  }
+}
+
 LLMC_EXPORT void benchmark(int threads) {
   Bench bench{threads, 0, std::vector<char>(size_t{512} << 20, 1)};
   bench.read = read_bandwidth(bench.weights, threads);
@@ -132,5 +175,7 @@ LLMC_EXPORT void benchmark(int threads) {
   bench.run<Format::i4>("i4");
   bench.run<Format::bf16>("bf16");
   bench.run<Format::f32>("f32");
+  run_attention<256>(threads, 4, 1);
+  run_attention<128>(threads, 32, 8);
   std::fflush(stdout);
 }

@@ -19,17 +19,17 @@ from ..targets import Target
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramOptions:
-    """How to build a target's program; None and "auto" stand for the back end's own choice.
+    """How to build a target's program; None stands for the back end's own choice.
 
     `formats` gives matrices, by graph name, a format other than `quantization`'s; `prefill_quantization` stores the layers' matrices
-    once more for prefill. `kv_layers` has a KV dtype for each layer and goes before `kv_dtype`, which is one for all. `kv_rotation` says whether the keys of
-    packed dtypes are rotated by a Walsh-Hadamard transform before they are rounded.
+    once more for prefill. `kv_layers` has a KV dtype for each layer and goes before `kv_dtype`, which is one for all. `kv_rotation` says
+    whether the keys of packed dtypes are rotated by a Walsh-Hadamard transform before they are rounded.
     """
 
     quantization: str | None = None
     formats: Mapping[str, str] = field(default_factory=dict)
     prefill_quantization: str | None = None
-    kv_dtype: str = "auto"
+    kv_dtype: str | None = None
     kv_layers: tuple[str, ...] | None = None
     kv_rotation: bool | None = None
     max_tokens: int | None = None

@@ -43,7 +43,7 @@ def check_output(output: Path) -> None:
 
 
 class BundleWriter:
-    """A folder that becomes the bundle on `finish`; leaving the `with` block without it removes everything.
+    """A folder that becomes the bundle on `publish`; leaving the `with` block without it removes everything.
 
     An existing bundle at `output` is replaced only by a complete one. Anything else there is an error.
     """
@@ -85,9 +85,9 @@ class BundleWriter:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
 
-    def finish(self, *, model: ModelFacts, toolchain: dict[str, str], targets: list[TargetEntry]) -> None:
-        """Write the manifest over all files and move the bundle to its name."""
-        paths = sorted(path for path in self.root.rglob("*") if path.is_file())
+    def seal(self, *, model: ModelFacts, toolchain: dict[str, str], targets: list[TargetEntry]) -> None:
+        """Write the manifest over all files there are: what is in `root` can be loaded now."""
+        paths = sorted(path for path in self.root.rglob("*") if path.is_file() and path.name != MANIFEST_NAME)
         manifest = Manifest(
             schema_version=SCHEMA_VERSION,
             min_runtime=MIN_RUNTIME,
@@ -97,6 +97,9 @@ class BundleWriter:
             files={path.relative_to(self.root).as_posix(): hash_file(path) for path in paths},
         )
         (self.root / MANIFEST_NAME).write_bytes(encode_manifest(manifest))
+
+    def publish(self) -> None:
+        """Move the sealed bundle to its name."""
         self.root.chmod(0o755)
         _replace(self.root, self.output)
 

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor, fx
 
 from ..codegen import Backend, ProgramOptions, make_backend
-from ..errors import QualityError
-from ..passes.graph import WeightTable, copy_module
+from ..errors import CapacityError, QualityError, UsageError
+from ..passes.graph import WeightTable, copy_module, shape
 from ..passes.pipelines import calibration_pipeline
 from ..passes.quantize import Quantize
 from ..quantization.allocate import Allocation, Choice, allocate
+from ..quantization.build_memory import BuildMemory
 from ..quantization.calibration.calibration import Calibration
 from ..quantization.calibration.detectors import few_tokens
 from ..quantization.calibration.load import load_calibration
+from ..quantization.kv_sensitivity import KvLayer, attention_nodes, measure_kv, set_kv_format
 from ..quantization.layerwise import Forward, Step, make_steps
 from ..quantization.method import Method
 from ..quantization.probe import Probe
@@ -29,15 +33,18 @@ from ..quantization.report import QuantizationReport
 from ..quantization.sensitivity import Sensitivity, format_bytes, measure_sensitivities
 from ..quantization.smoothquant import strength_for
 from ..quantization.work_folder import WorkFolder
+from ..runtime.program import kv_head_bytes
 from .checkpoint import Checkpoint
-from .options import QuantizationOptions
+from .options import AUTO, CompileOptions
 from .progress import Progress
 from .weights import WeightStore
 
 _PROBE_SHARE = 16  # one of so many samples measures the result, and four at least
 _MARGIN = 0.9  # of --max-kl that is aimed at: the gate measures other texts than the sensitivities
 _ROUNDS = 4
-_CACHED_BYTES = 2 << 30
+_KV_TOKENS = 4096  # of the sequence whose KV cache counts as memory
+_KV_KL = 0.01  # what the KV cache may add where no limit is given
+_CACHED_BYTES = 2 << 30  # of a model that is kept in memory: sensitivities read every weight once for each matrix before it
 
 
 @dataclass(slots=True)
@@ -57,27 +64,46 @@ class TargetQuantizer:
         self,
         checkpoint: Checkpoint,
         traced: fx.GraphModule,
-        options: QuantizationOptions,
+        options: CompileOptions,
         work_folder: Path,
         progress: Progress,
     ) -> None:
         self.checkpoint = checkpoint
         self.traced = traced
-        self.options = options
+        self.options = options.quantize
+        self.chooses_kv = options.kv_dtype == AUTO
         self.progress = progress
-        self.method = Method.parse(options.method or "gptq")
+        self.method = Method.parse(self.options.method or ("gptq" if self.options.calibrates else "rtn"))
         self.store = WeightStore(checkpoint)
-        self.read = _Cache(self._read_float)
         self.module = self._graph()
         self.steps = make_steps(self.module)
         self.table = WeightTable.of(self.module)
+        fits = 4 * sum(weight.num_elements for weight in self.table.values()) <= _CACHED_BYTES
+        self.read = lru_cache(maxsize=None)(self._read_float) if fits else self._read_float
         self.calibration = self._load_calibration()
         tokens = [torch.from_numpy(sample) for sample in self.calibration.samples]
         held_out = max(4, len(tokens) // _PROBE_SHARE)
         probe, self.samples = (tokens[:held_out], tokens[held_out:]) if len(tokens) > held_out else (tokens, tokens)
+        self.build_memory, spills = self._plan_memory()
         self.probe = Probe.make(self.module, self.steps, probe, self.read)
-        self.work = WorkFolder(work_folder, self._key(), resume=options.resume)
+        self.work = WorkFolder(work_folder, self._key(), resume=self.options.resume)
+        self.spill = self.work.path if spills else None
         self._sensitivities: dict[str, Sensitivity] = {}
+        self._kv: list[KvLayer] = []
+
+    def _plan_memory(self) -> tuple[BuildMemory, bool]:
+        """What quantising takes, and whether activations have to go to files. Raises CapacityError where even that is too much."""
+        limit = self.options.max_build_memory
+        whole = self.method.rounding in ("gptq", "autoround") or self.method.equalisation == "awq"
+        for spilled in (False, True):
+            found = BuildMemory.estimate(self.table, self.steps, self.samples, whole_moments=whole, spilled=spilled)
+            if limit is None or found.total <= limit:
+                return found, spilled
+        raise CapacityError(
+            f"--max-build-memory {limit}: method {self.method} on this model takes up to {found.total} bytes: "
+            + ", ".join(f"{name} {size}" for name, size in found.as_json().items() if name != "total")
+            + "; allow that many, or choose rtn"
+        )
 
     def run(self, backend: Backend, program_options: ProgramOptions) -> Calibrated:
         """Choose formats, quantise, measure; with `max_kl`, as often as it takes to keep to it.
@@ -88,15 +114,21 @@ class TargetQuantizer:
         limited = self.options.max_kl is not None or self.options.memory_budget is not None
         factor = 1.0
         for number in range(1, _ROUNDS + 1):
-            formats = self._allocate(backend, factor).formats() if limited else defaults
-            chosen = make_backend(backend.target, replace(program_options, formats=formats if limited else {}))
+            chosen_formats = self._allocate(backend, factor).formats() if limited else {}
+            kv_layers = self._kv_layers(backend, chosen_formats)
+            formats = {name: format for name, format in chosen_formats.items() if name in defaults} or defaults
+            chosen = make_backend(
+                backend.target, replace(program_options, formats=formats if limited else {}, kv_layers=kv_layers)
+            )
             self.progress.stage(f"quantize round {number}" if number > 1 else "quantize")
             model, quantizer = self._quantize(chosen, formats)
+            for (_, node), format in zip(attention_nodes(quantizer.steps), kv_layers or (), strict=False):
+                set_kv_format(node, format)
             self.progress.stage("measure")
             quality = self.probe.compare(
                 self.probe.finish(Forward(quantizer.module, quantizer.steps, self.probe.samples), 0, quantizer.read)
             )
-            report = self._report(model, quality, number)
+            report = self._report(model, quality, number, kv_layers or ())
             if self.options.max_kl is None or quality.kl_mean <= self.options.max_kl:
                 return Calibrated(chosen, model, report, self.probe)
             if not limited:
@@ -162,6 +194,8 @@ class TargetQuantizer:
         sensitivities = self._measured(backend)
         options = self.options
         choices: dict[str, list[Choice]] = {name: s.choices(factor) for name, s in sensitivities.items()}
+        if self.chooses_kv:
+            choices |= {_kv_part(kv.layer): kv.choices(self._context) for kv in self._measured_kv(backend)}
         max_bytes = None
         if options.memory_budget is not None:
             max_bytes = options.memory_budget - self._fixed_bytes(backend)
@@ -174,14 +208,40 @@ class TargetQuantizer:
         return found
 
     def _fixed_bytes(self, backend: Backend) -> int:
-        """Vectors, which stay in float32, and the KV cache of one sequence of 4,096 tokens, or of the context if that is shorter."""
+        """Vectors, which stay in float32, and, unless it is chosen with them, the KV cache of one sequence."""
         vectors = sum(4 * weight.num_elements for weight in self.table.values() if len(weight.shape) == 1)
-        return vectors + self.kv_bytes(backend)
+        return vectors if self.chooses_kv else vectors + self._kv_bytes(backend)
 
-    def kv_bytes(self, backend: Backend) -> int:
-        """The KV cache of one sequence in the back end's dtypes."""
-        del backend
-        return 0
+    @property
+    def _context(self) -> int:
+        """Tokens of the sequence whose KV cache counts."""
+        return min(_KV_TOKENS, int(self.checkpoint.config.max_position_embeddings))
+
+    def _kv_bytes(self, backend: Backend) -> int:
+        """The KV cache of one sequence in the back end's default dtype."""
+        keys = [shape(cast(fx.Node, node.args[1])) for _, node in attention_nodes(self.steps)]
+        return sum(2 * heads * self._context * kv_head_bytes(backend.kv_candidates[-1], dim) for _, heads, _, dim in keys)
+
+    def _kv_layers(self, backend: Backend, formats: Mapping[str, str]) -> tuple[str, ...] | None:
+        """A KV dtype for each layer: what was chosen along with the weights, or the fewest bytes that add little; None for the default."""
+        if not self.chooses_kv:
+            return None
+        layers = self._measured_kv(backend)
+        if not formats:
+            formats = allocate({_kv_part(kv.layer): kv.choices(self._context) for kv in layers}, max_kl=_KV_KL).formats()
+        return tuple(formats[_kv_part(kv.layer)] for kv in layers)
+
+    def _measured_kv(self, backend: Backend) -> list[KvLayer]:
+        if not self._kv:
+            self.progress.stage("KV sensitivities")
+            candidates = backend.kv_candidates
+            if len(candidates) == 1:
+                raise UsageError(
+                    f"target {backend.target.name!r}: --kv-dtype {AUTO} chooses for each layer, but all layers of a GPU program share one; "
+                    "name a dtype"
+                )
+            self._kv = measure_kv(self.module, self.steps, self.probe, candidates, self.read)
+        return self._kv
 
     def _measured(self, backend: Backend) -> dict[str, Sensitivity]:
         if not self._sensitivities:
@@ -211,6 +271,7 @@ class TargetQuantizer:
             decode=backend.decode_matrix,
             work=self.work,
             strength=strength_for(str(self.checkpoint.config.model_type)),
+            spill=self.spill,
             on_step=on_step,
         )
         return quantizer.run(), quantizer
@@ -226,7 +287,7 @@ class TargetQuantizer:
             "calibration": self.calibration.digest,
         }
 
-    def _report(self, model: QuantizedModel, quality: Quality, rounds: int) -> QuantizationReport:
+    def _report(self, model: QuantizedModel, quality: Quality, rounds: int, kv_layers: Sequence[str]) -> QuantizationReport:
         formats = {record.name: record.format for record in model.records}
         shapes = {name: (self.table[name].shape[0], self.table[name].shape[1]) for name in formats}
         return QuantizationReport(
@@ -242,23 +303,13 @@ class TargetQuantizer:
             memory_budget=self.options.memory_budget,
             memory_bytes=sum(format_bytes(format, *shapes[name]) for name, format in formats.items()),
             rounds=rounds,
+            kv_layers=kv_layers,
+            build_memory=self.build_memory,
             quality=quality,
             noise_floor=self.noise_floor(),
         )
 
 
-@dataclass(slots=True)
-class _Cache:
-    """Keeps the weights read most recently, up to a limit: sensitivities read every weight once for each matrix before it."""
-
-    read: Callable[[str], Tensor]
-    kept: dict[str, Tensor] = field(default_factory=dict)
-
-    def __call__(self, name: str) -> Tensor:
-        if name not in self.kept:
-            value = self.read(name)
-            size = sum(t.numel() * t.element_size() for t in self.kept.values())
-            if size + value.numel() * value.element_size() > _CACHED_BYTES:
-                return value
-            self.kept[name] = value
-        return self.kept[name]
+def _kv_part(layer: int) -> str:
+    """The name of a layer's KV cache among the parts of an allocation."""
+    return f"kv.{layer}"

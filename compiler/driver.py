@@ -30,7 +30,7 @@ from .weights import WeightStore
 from .write_weights import WeightPlan
 
 if TYPE_CHECKING:
-    from .calibrate import TargetQuantizer
+    from .calibrate import Calibrated, TargetQuantizer
 
 
 def compile_model(
@@ -74,6 +74,7 @@ class _Compile:
         self.seconds: dict[str, float] = {}
         self.dumps: dict[str, DumpIr] = {}
         self.quantizer: TargetQuantizer | None = None
+        self.calibrated: dict[str, Calibrated] = {}
 
     def run(self) -> CompileReport:
         with self._stage("open"):
@@ -95,7 +96,8 @@ class _Compile:
         )
         stores = self._stores(checkpoint, module, output, report)
         programs = {
-            backend.target.name: self._program(backend, module, stores[backend.target.name], report) for backend in self.backends
+            backend.target.name: self._program(backend, module, stores[backend.target.name], report)
+            for backend in self.backends
         }
         if self._writes:
             self._write(output, {name: program for name, program in programs.items() if program}, stores, tools, report)
@@ -124,7 +126,7 @@ class _Compile:
         self, checkpoint: Checkpoint, traced: fx.GraphModule, output: Path, report: CompileReport
     ) -> dict[str, WeightStore]:
         """The weights of each target: quantised with calibration if that is asked for; the back ends then have the formats chosen."""
-        if not self.options.quantize.calibrates:
+        if not self.options.calibrates or self.options.dry_run:
             store = WeightStore(checkpoint)
             return {backend.target.name: store for backend in self.backends}
         from .calibrate import TargetQuantizer
@@ -132,7 +134,7 @@ class _Compile:
         with self._stage("calibrate"):
             folder = output.absolute().with_name(f".{output.name}.quantized")
             folder.parent.mkdir(parents=True, exist_ok=True)
-            self.quantizer = TargetQuantizer(checkpoint, traced, self.options.quantize, folder, self.progress)
+            self.quantizer = TargetQuantizer(checkpoint, traced, self.options, folder, self.progress)
         stores = {}
         with self._stage("quantize"):
             for index, backend in enumerate(self.backends):
@@ -140,6 +142,7 @@ class _Compile:
                 self.backends[index] = done.backend
                 stores[backend.target.name] = WeightStore(checkpoint, quantized=done.model)
                 report.quantization[backend.target.name] = done.report
+                self.calibrated[backend.target.name] = done
         return stores
 
     def _program(
@@ -201,20 +204,36 @@ class _Compile:
             with self._stage("tokenizer"):
                 write_model_files(bundle.root, checkpoint)
             with self._stage("manifest"):
-                bundle.write_json("report/compile.json", report.reproducible())
                 for target, dump in self.dumps.items():
                     for name, text in dump.texts.items():
                         (bundle.folder(f"report/ir/{target}") / f"{name}.txt").write_text(text)
-                bundle.finish(
-                    model=model_facts(checkpoint, report),
-                    toolchain=toolchain() | tools,
-                    targets=[
-                        TargetEntry(name=name, program=f"programs/{name}/program.json", weights=plan.by_target[name])
-                        for name in programs
-                    ],
-                )
+                entries = [
+                    TargetEntry(name=name, program=f"programs/{name}/program.json", weights=plan.by_target[name])
+                    for name in programs
+                ]
+
+            def seal() -> None:
+                with self._stage("manifest"):
+                    bundle.write_json("report/compile.json", report.reproducible())
+                    bundle.seal(model=model_facts(checkpoint, report), toolchain=toolchain() | tools, targets=entries)
+
+            seal()
+            if self.calibrated:
+                with self._stage("gate"):
+                    self._pass_gate(bundle.root)
+                seal()  # over the report that now has the figures
+            bundle.publish()
         report.output = output
         report.bundle_bytes = sum(path.stat().st_size for path in output.rglob("*") if path.is_file())
+
+    def _pass_gate(self, root: Path) -> None:
+        """Run the quantised programs that this machine can run, and hold them to the limit."""
+        from .gate import check_limit, measure_bundle
+
+        for name, done in self.calibrated.items():
+            if done.backend.target.backend == "cpu":
+                done.report.bundle_quality = measure_bundle(root, name, done.probe)
+                check_limit(done.report.bundle_quality, name, self.options.quantize.max_kl)
 
     @contextmanager
     def _stage(self, name: str) -> Iterator[None]:

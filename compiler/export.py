@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,6 +16,7 @@ from ..quantization.grid import BITS, GROUP_SIZES, Grid, QuantizedMatrix
 from ..quantization.round_to_nearest import round_to_nearest
 from .checkpoint import Checkpoint, open_checkpoint
 from .checkpoint.gguf_file import GgufCheckpoint
+from .checkpoint.huggingface import HuggingFaceCheckpoint
 
 if TYPE_CHECKING:
     import torch
@@ -73,9 +75,12 @@ class ExportOptions:
 
 
 class CheckpointModel(ExportModel):
-    """A checkpoint whose layers are rounded to nearest on `grid`; without one, the exporter chooses the formats."""
+    """A checkpoint whose layers are rounded to nearest on `grid`; without one, the exporter chooses the formats.
 
-    def __init__(self, checkpoint: Checkpoint, grid: Grid | None = None) -> None:
+    With `keep`, matrices that the checkpoint stores quantised keep their codes instead.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, grid: Grid | None = None, *, keep: bool = False) -> None:
         self.checkpoint = checkpoint
         self.name = checkpoint.name
         self.config = checkpoint.config
@@ -83,6 +88,7 @@ class CheckpointModel(ExportModel):
         self.has_tokenizer = checkpoint.has_tokenizer
         self.source_gguf = checkpoint.path if isinstance(checkpoint, GgufCheckpoint) else None
         self._grid = grid
+        self.kept = stored_grids(checkpoint) if keep else {}
 
     def tensor_names(self) -> frozenset[str]:
         names = self.checkpoint.tensor_names()
@@ -103,43 +109,75 @@ class CheckpointModel(ExportModel):
         self.checkpoint.write_tokenizer(out)
 
     def grid(self, name: str) -> Grid | None:
+        if name in self.kept:
+            return self.kept[name]
         return self._grid if len(self.shape(name)) == 2 and name not in (_EMBEDDING, _HEAD) else None
 
     def quantized(self, name: str) -> QuantizedMatrix:
         grid = self.grid(name)
         assert grid is not None, f"{name} has no grid"
+        if name in self.kept:
+            stored = self.checkpoint.stored_matrix(name)
+            assert isinstance(stored, QuantizedMatrix), f"{name} is not stored on {grid}"
+            return stored
         return round_to_nearest(self.tensor(name), grid)
+
+
+def stored_grids(checkpoint: Checkpoint) -> dict[str, Grid]:
+    """The matrices that a checkpoint stores on a grid, and which."""
+    if checkpoint.quantization is None:
+        return {}
+    grids = {kind: Grid.parse(kind.kept_as) for kind in checkpoint.quantization.tensors if kind.kept_as is not None}
+    return {name: grid for kind, grid in grids.items() if grid is not None for name in checkpoint.quantization.tensors[kind]}
 
 
 def run(options: ExportOptions) -> ExportReport:
     """Open the model, round it as asked, export it. Raises subclasses of `LlmcError`; on any error nothing is left behind."""
     checkpoint = open_checkpoint(options.model)
-    model = CheckpointModel(checkpoint, options.grid)
+    model = CheckpointModel(checkpoint, options.grid, keep=options.type is None and options.quantization is None)
     stem = Path(checkpoint.name).name
     if options.format == "gguf":
-        output = options.output or Path(f"{stem}-{options.quantization or options.type or 'Q4_K'}.gguf")
-        return write_gguf(output, model, options.type or "Q4_K", options.head_type)
-    quantization = options.quantization or "int4-g128"
-    if options.quantization is None:
-        model = CheckpointModel(checkpoint, Grid.parse(quantization))
-    return export_compressed_tensors(options.output or Path(f"{stem}-{quantization}"), model, activations=options.activations)
+        label = options.quantization or options.type or ("kept" if model.kept else "Q4_K")
+        report = write_gguf(options.output or Path(f"{stem}-{label}.gguf"), model, options.type or "Q4_K", options.head_type)
+    else:
+        label = options.quantization or ("kept" if model.kept else "int4-g128")
+        if options.quantization is None and not model.kept:
+            model = CheckpointModel(checkpoint, Grid.parse(label))
+        output = options.output or Path(f"{stem}-{label}")
+        report = write_compressed_tensors(output, model, activations=options.activations)
+    if model.kept and checkpoint.quantization is not None:
+        remarks = [str(kind) for kind in checkpoint.quantization.tensors if kind.kept_as and kind.remark]
+        report.notes.extend(f"the model's {remark}" for remark in remarks)
+    return report
 
 
 def write_gguf(output: Path, model: ExportModel, type_name: str = "Q4_K", head_type: str | None = None) -> ExportReport:
     """`export_gguf`, checked with llmc's own reader: config, tokenizer and tensors must come back as they went in."""
 
     def reopen(path: Path) -> Checkpoint:
-        try:
-            found = GgufCheckpoint(path)
-        except LlmcError as error:
-            reason = str(error).replace(str(path), output.name)
-            raise VerificationError(f"{output}: llmc does not read back what it would write; nothing was kept: {reason}") from error
-        _check_config(found.config, model.config, output)
+        found = _reopen(GgufCheckpoint, path, model, output)
         if model.source_gguf is None:
             _check_tokenizer(found, model, output)
         return found
 
     return export_gguf(output, model, type_name=type_name, head_type=head_type, reopen=reopen)
+
+
+def write_compressed_tensors(output: Path, model: ExportModel, *, activations: Activations = "16-bit") -> ExportReport:
+    """`export_compressed_tensors`, checked with llmc's own reader: config and tensors must come back as they went in."""
+    return export_compressed_tensors(
+        output, model, activations=activations, reopen=lambda path: _reopen(HuggingFaceCheckpoint, path, model, output)
+    )
+
+
+def _reopen(reader: Callable[[Path], Checkpoint], path: Path, model: ExportModel, output: Path) -> Checkpoint:
+    try:
+        found = reader(path)
+    except LlmcError as error:
+        reason = str(error).replace(str(path), output.name)
+        raise VerificationError(f"{output}: llmc does not read back what it would write; nothing was kept: {reason}") from error
+    _check_config(found.config, model.config, output)
+    return found
 
 
 def _check_config(found: PretrainedConfig, meant: PretrainedConfig, output: Path) -> None:

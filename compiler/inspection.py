@@ -183,7 +183,8 @@ def _open_bundle(path: Path, target: str | None) -> Inspection:
         dtypes = kv.dtype if len(counts) == 1 else " + ".join(f"{dtype} x {count}" for dtype, count in counts.items())
         slot = f" and {kv.bytes_per_slot} B/sequence in 16 bit" if kv.bytes_per_slot else ""
         facts[f"target {name}"] = (
-            f"weights {scheme.weights}{group}, head {scheme.head}, KV {dtypes} ({kv.bytes_per_token} B/token{slot}), arena {program.arena_bytes} B, {code}"
+            f"weights {scheme.weights}{group}, head {scheme.head}, KV {dtypes} ({kv.bytes_per_token} B/token{slot}), "
+            f"arena {program.arena_bytes} B, {code}"
         )
     for entry in manifest.targets:
         if len(entry.weights) > 1:

@@ -15,7 +15,8 @@ from ..targets import Target, resolve_target
 
 DEFAULT_TARGET = "cpu-int8"
 NATIVE = "native"  # the highest level of the compiling machine
-KV_DTYPES = ("auto", *STORED_KV_DTYPES)
+AUTO = "auto"  # KV dtypes by measurement
+KV_DTYPES = (AUTO, *STORED_KV_DTYPES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +29,7 @@ class QuantizationOptions:
     calibration_length: int = 512
     memory_budget: int | None = None
     max_kl: float | None = None
+    max_build_memory: int | None = None
     resume: bool = False
 
     def __post_init__(self) -> None:
@@ -44,7 +46,7 @@ class QuantizationOptions:
 
     @property
     def calibrates(self) -> bool:
-        """Whether the model has to be run: for a method that looks at activations, or to keep to a limit."""
+        """Whether the weights ask for it: by a method that looks at activations, or to keep to a limit."""
         by_method = self.method is not None and Method.parse(self.method).needs_calibration
         return by_method or any(value is not None for value in (self.calibration, self.memory_budget, self.max_kl))
 
@@ -58,7 +60,7 @@ class CompileOptions:
     output: Path | None = None
     quantization: str | None = None
     prefill_quantization: str | None = None
-    kv_dtype: str = "auto"
+    kv_dtype: str | None = None
     quantize: QuantizationOptions = QuantizationOptions()
     config: Path | None = None
     num_layers: int | None = None
@@ -70,7 +72,7 @@ class CompileOptions:
     dry_run: bool = False
 
     def __post_init__(self) -> None:
-        if self.kv_dtype not in KV_DTYPES:
+        if self.kv_dtype not in (None, *KV_DTYPES):
             raise UsageError(f"kv dtype {self.kv_dtype!r} is unknown; choose one of {', '.join(KV_DTYPES)}")
         if self.num_layers is not None and self.num_layers < 1:
             raise UsageError(f"num layers is {self.num_layers}, expected at least 1")
@@ -81,6 +83,11 @@ class CompileOptions:
                 raise UsageError(f"cpu level {level!r} is unknown; choose from {', '.join(CPU_LEVELS)} and {NATIVE}")
         if self.verify_each is not None and not self.verify_each > 0:
             raise UsageError(f"verify tolerance is {self.verify_each}, expected more than 0")
+
+    @property
+    def calibrates(self) -> bool:
+        """Whether the model has to be run: for a method that looks at activations, to choose KV dtypes, or to keep to a limit."""
+        return self.quantize.calibrates or self.kv_dtype == AUTO
 
     def backends(self) -> list[Backend]:
         """A code generator for each target, in the order given. Raises `TargetError` and `UsageError`."""
@@ -102,7 +109,7 @@ class CompileOptions:
         return ProgramOptions(
             quantization=self.quantization,
             prefill_quantization=self.prefill_quantization,
-            kv_dtype=self.kv_dtype,
+            kv_dtype=None if self.kv_dtype == AUTO else self.kv_dtype,
             max_tokens=self.max_tokens,
             cpu_levels=self.cpu_levels,
             cache=CACHE.get(),

@@ -85,4 +85,3 @@ class WeightPlan:
 
 def _file_name(targets: list[str]) -> str:
     return f"weights/{'+'.join(targets)}.safetensors"
-

@@ -183,16 +183,27 @@ def _(x: Tensor, *_: object) -> Tensor:
 
 
 @torch.library.custom_op("llmc::attention", mutates_args=())
-def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: float, layer: int) -> Tensor:
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    layer: int,
+    kv_format: str = "f32",
+    rotate_keys: bool = False,
+) -> Tensor:
     """Causal attention of one whole sequence: `q [1, Hq, T, D]`, `k` and `v [1, Hkv, T, D]` -> `[1, T, Hq, D]`.
 
-    `window` 0 is full attention; otherwise a token sees the last `window` tokens, itself included. `softcap` 0 is off.
+    `window` 0 is full attention; otherwise a token sees the last `window` tokens, itself included. `softcap` 0 is off. Keys and values are
+    read as a pool of `kv_format` gives them back (`kv_formats.py`); with `rotate_keys`, queries and keys go through
+    `kv_formats.hadamard` first.
     """
-    tokens = q.shape[2]
-    groups = q.shape[1] // k.shape[1]
-    scores = q @ k.repeat_interleave(groups, 1).transpose(2, 3) * scale
-    probabilities = _causal_softmax(scores, torch.arange(tokens), torch.arange(tokens), window, softcap)
-    return (probabilities @ v.repeat_interleave(groups, 1)).transpose(1, 2).contiguous()
+    if rotate_keys:
+        q, k = kv_formats.hadamard(q), kv_formats.hadamard(k)
+    q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))  # [T, H, D]
+    return _attend(q, k, v, torch.arange(len(q)), scale, window, softcap, kv_format)[None].contiguous()
 
 
 @attention.register_fake
@@ -252,9 +263,6 @@ def _attend_paged(
 ) -> Tensor:
     """The pool holds exact keys and values here; `kv_format` is applied when they are read."""
     out = torch.empty_like(q)
-    groups = q.shape[2] // k.shape[2]
-    if kv_format != "f32":
-        q = kv_formats.round_bf16(q)  # executors multiply it with bfloat16 keys
     for sequence in range(len(context_len)):
         new = slice(int(query_start[sequence]), int(query_start[sequence + 1]))
         position = positions[0, new]
@@ -264,21 +272,29 @@ def _attend_paged(
         length = int(context_len[sequence])
         blocks = block_table[sequence, : -(-length // BLOCK_SIZE)]
         keys, values = kv_pool[blocks, layer].transpose(0, 1).flatten(1, 2)[:, :length]  # [length, Hkv, D]
-        keys, values = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
-        seen = kv_formats.round_kv(keys, kv_format), kv_formats.round_kv(values, kv_format)
-        scores = torch.einsum("qhd,khd->hqk", q[0, new], seen[0])
-        kept = None
-        if kv_formats.is_packed(kv_format):
-            keys, values = kv_formats.round_bf16(keys), kv_formats.round_bf16(values)
-            kept = kv_formats.is_kept(position, torch.arange(length))
-            scores = torch.where(kept, torch.einsum("qhd,khd->hqk", q[0, new], keys), scores)
-        probabilities = _causal_softmax(scores * scale, position, torch.arange(length), window, softcap)
-        if kept is None:
-            out[0, new] = torch.einsum("hqk,khd->qhd", probabilities, seen[1])
-        else:
-            out[0, new] = torch.einsum("hqk,khd->qhd", probabilities * ~kept, seen[1])
-            out[0, new] += torch.einsum("hqk,khd->qhd", probabilities * kept, values)
+        out[0, new] = _attend(q[0, new], keys, values, position, scale, window, softcap, kv_format)
     return out.flatten(2)
+
+
+def _attend(
+    q: Tensor, keys: Tensor, values: Tensor, position: Tensor, scale: float, window: int, softcap: float, kv_format: str
+) -> Tensor:
+    """Queries `q [Q, Hq, D]` at `position [Q]` over a sequence's `keys` and `values [K, Hkv, D]` from position 0 on: `[Q, Hq, D]`."""
+    groups = q.shape[1] // keys.shape[1]
+    if kv_format != "f32":
+        q = kv_formats.round_bf16(q)  # executors multiply it with bfloat16 keys
+    stored_keys, stored_values = (kv_formats.round_kv(x, kv_format).repeat_interleave(groups, 1) for x in (keys, values))
+    where = torch.arange(len(keys))
+    scores = torch.einsum("qhd,khd->hqk", q, stored_keys)
+    if not kv_formats.is_packed(kv_format):
+        probabilities = _causal_softmax(scores * scale, position, where, window, softcap)
+        return torch.einsum("hqk,khd->qhd", probabilities, stored_values)
+    keys, values = (kv_formats.round_bf16(x).repeat_interleave(groups, 1) for x in (keys, values))
+    kept = kv_formats.is_kept(position, where)
+    scores = torch.where(kept, torch.einsum("qhd,khd->hqk", q, keys), scores)
+    probabilities = _causal_softmax(scores * scale, position, where, window, softcap)
+    packed = torch.einsum("hqk,khd->qhd", probabilities * ~kept, stored_values)
+    return packed + torch.einsum("hqk,khd->qhd", probabilities * kept, values)
 
 
 @paged_attention.register_fake

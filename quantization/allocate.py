@@ -44,7 +44,9 @@ class _Move:
     gain: float  # divergence taken off for each byte
 
 
-def allocate(options: Mapping[str, Sequence[Choice]], *, max_bytes: int | None = None, max_kl: float | None = None) -> Allocation:
+def allocate(
+    options: Mapping[str, Sequence[Choice]], *, max_bytes: int | None = None, max_kl: float | None = None
+) -> Allocation:
     """Start with the smallest choice of each part and buy back divergence where it costs fewest bytes, along each part's convex hull.
 
     With `max_bytes`, until nothing more fits; with `max_kl` alone, until the divergence is no more than that. If the limits cannot be

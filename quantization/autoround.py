@@ -6,15 +6,16 @@ or that of a whole block's outputs (`autoround_block`, several matrices at once)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..errors import PassError
-from .grid import Grid, QuantizedMatrix
+from .grid import Grid, QuantizedMatrix, stack
 from .number_formats import row_slices
 from .round_to_nearest import GroupScales, choose_scales
 
@@ -40,42 +41,45 @@ class AutoRoundRecord:
 
 
 class _Rounding:
-    """One matrix's rounding while it is learnt: `offset [N, K]` and, in units of a group's range, `ends [N, G, 2]`, low and high."""
+    """One matrix's rounding while it is learnt: `offset [N, G, width]` and, in units of a group's range, the `ends [2, N, G, 1]` of it."""
 
     def __init__(self, w: Tensor, grid: Grid, importance: Tensor | None) -> None:
-        self.w = w
+        self.shape = w.shape
         self.grid = grid
         start = choose_scales(w, grid, importance)
-        self.scale = start.scale
-        self.minimum = start.minimum
-        self.offset = torch.zeros_like(w, requires_grad=True)
-        self.ends = torch.zeros(*start.scale.shape, 2, requires_grad=True)
-        self.groups = torch.arange(w.shape[1]) // (grid.group or w.shape[1])
+        self.scale = start.scale[..., None]  # [N, G, 1]
+        self.minimum = None if start.minimum is None else start.minimum[..., None]
+        groups, width = start.scale.shape[1], grid.group or w.shape[1]
+        self.w = torch.nn.functional.pad(w, (0, groups * width - w.shape[1])).view(len(w), groups, width)
+        self.offset = torch.zeros_like(self.w, requires_grad=True)
+        self.ends = torch.zeros(2, *self.scale.shape, requires_grad=True)
 
-    @property
-    def parameters(self) -> list[Tensor]:
-        return [self.offset, self.ends]
-
-    def scales(self) -> GroupScales:
-        """With the ends as they are, exact in the stored type; gradients pass straight through its rounding."""
-        low, high = self.ends.unbind(-1)
+    def state(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Float codes `[N, G, width]` and the scales and minimums `[N, G, 1]`, as stored; gradients pass straight through any rounding
+        but not to codes that are clamped."""
+        low, high = self.ends
+        minimum = None
         if self.minimum is None:
-            return GroupScales(scale=self._exact(self.scale * (1 + high)))
-        scale = self._exact(self.scale * (1 + high - low))
-        return GroupScales(scale=scale, minimum=self._exact(self.minimum + low * self.scale * self.grid.high))
-
-    def codes(self, scales: GroupScales) -> Tensor:
-        """Float codes `[N, K]`; gradients pass straight through the rounding of those that are not clamped."""
-        scale = scales.scale[:, self.groups]
-        inverse = torch.where(scale.abs() > _TINY, 1.0 / scale, torch.zeros_like(scale))
-        centred = self.w if scales.minimum is None else self.w - scales.minimum[:, self.groups]
-        wanted = centred * inverse + self.offset
-        return (wanted + (wanted.detach().round() - wanted.detach())).clamp(self.grid.low, self.grid.high)
+            scale = self._exact(self.scale * (1 + high))
+        else:
+            scale = self._exact(self.scale * (1 + high - low))
+            minimum = self._exact(self.minimum + low * self.scale * self.grid.high)
+        divisor = torch.where(scale.abs() > _TINY, scale, 1.0)  # a group of one value has scale 0, and 1/0 a gradient of nan
+        wanted = (self.w if minimum is None else self.w - minimum) / divisor + self.offset
+        codes = (wanted + (wanted.round() - wanted).detach()).clamp(self.grid.low, self.grid.high)
+        return codes, scale, minimum
 
     def values(self) -> Tensor:
-        """What the weights would be, float32 `[N, K]`, differentiable in the parameters."""
-        scales = self.scales()
-        return scales.values(self.codes(scales), self.groups)
+        """What the weights would be, float32 `[N, K]`, differentiable in `offset` and `ends`."""
+        codes, scale, minimum = self.state()
+        return self._flat(codes * scale if minimum is None else codes * scale + minimum)
+
+    @torch.no_grad()
+    def matrix(self) -> QuantizedMatrix:
+        """The matrix as it would be stored now."""
+        codes, scale, minimum = self.state()
+        scales = GroupScales(scale=scale[..., 0], minimum=None if minimum is None else minimum[..., 0])
+        return scales.matrix(self._flat(codes).round(), self.grid)
 
     @torch.no_grad()
     def step(self, rate: float) -> None:
@@ -85,8 +89,150 @@ class _Rounding:
                 parameter.sub_(parameter.grad.sign(), alpha=rate).clamp_(-limit, limit)
                 parameter.grad = None
 
+    def _flat(self, grouped: Tensor) -> Tensor:
+        return grouped.reshape(len(self.w), -1)[:, : self.shape[1]]
+
     def _exact(self, value: Tensor) -> Tensor:
         if self.grid.group is None:
             return value
         stored = value.detach().clamp(-_LARGEST, _LARGEST).half().float()
         return value + (stored - value.detach())
+
+
+def autoround(
+    w: Tensor, hessian: Tensor, grid: Grid, *, steps: int = STEPS, damping: float = 0.1
+) -> tuple[QuantizedMatrix, AutoRoundRecord]:
+    """`w [N, K]` on `grid`, learnt to make tr(dW H dW^T) small for H = `hessian [K, K]`, float32 (`SecondMoment.hessian`).
+
+    Each row keeps its best step. `damping` times the mean of diag(H) is added to the diagonal, so that few samples are not fitted too
+    closely. Rows are learnt in blocks, which bounds the memory to some ten times a block of 4M weights. Nothing is random. Raises
+    PassError for shapes that do not fit and values that are not finite.
+    """
+    n, k = w.shape
+    if hessian.shape != (k, k):
+        raise PassError(f"autoround: H has shape {list(hessian.shape)}, expected [{k}, {k}] for weights of shape [{n}, {k}]")
+    _check_steps(steps)
+    diagonal = hessian.diagonal()
+    mean = diagonal.mean()
+    importance = diagonal / mean.clamp_min(_TINY)
+    ridge = damping * float(mean)
+    parts: list[QuantizedMatrix] = []
+    before = after = whole = 0.0
+    best_step = 0
+    for rows in row_slices(n, k, _ROW_VALUES):
+        part = w[rows].float()
+        matrix, start, least, last = _learn_rows(part, _Rounding(part, grid, importance), hessian, ridge, steps)
+        parts.append(matrix)
+        before, after, best_step = before + start, after + least, max(best_step, last)
+        whole += float((part * _gradient(part, hessian, ridge)).sum(dtype=torch.float64))
+    record = AutoRoundRecord(
+        loss_before=before / whole if whole else 0.0, loss=after / whole if whole else 0.0, best_step=best_step
+    )
+    return stack(parts), record
+
+
+def _learn_rows(
+    w: Tensor, rounding: _Rounding, hessian: Tensor, ridge: float, steps: int
+) -> tuple[QuantizedMatrix, float, float, int]:
+    """The rows `w [n, K]` at their best steps, their summed loss at the start and at those, and the last step that any row kept."""
+    best = rounding.matrix()
+    lowest = torch.full((len(w),), torch.inf)
+    start = 0.0
+    best_step = 0
+    for step in range(steps + 1):
+        values = rounding.values()
+        with torch.no_grad():
+            delta = values - w
+            gradient = _gradient(delta, hessian, ridge)
+            loss = (delta * gradient).sum(1)
+            if not loss.isfinite().all():
+                raise PassError("autoround: the loss is not finite; check the weights and the calibration inputs of this layer")
+            better = loss < lowest
+            if step == 0:
+                start, lowest = float(loss.sum(dtype=torch.float64)), loss
+            elif better.any():
+                best, best_step = _choose(better, rounding.matrix(), best), step
+                lowest = torch.where(better, loss, lowest)
+        if step < steps:
+            torch.autograd.backward(values, gradient)  # half the loss's gradient: its signs are what counts
+            rounding.step((1 - step / steps) / steps)
+    return best, start, float(lowest.sum(dtype=torch.float64)), best_step
+
+
+def _gradient(delta: Tensor, hessian: Tensor, ridge: float) -> Tensor:
+    """`delta [n, K]` times the damped H."""
+    return (delta @ hessian).add_(delta, alpha=ridge)
+
+
+def _choose(better: Tensor, new: QuantizedMatrix, old: QuantizedMatrix) -> QuantizedMatrix:
+    """The rows of `new` where `better [n]`, else those of `old`."""
+    rows = better.numpy()[:, None]
+    minimum = None if new.minimum is None or old.minimum is None else np.where(rows, new.minimum, old.minimum)
+    codes, scale = np.where(rows, new.codes, old.codes), np.where(rows, new.scale, old.scale)
+    return QuantizedMatrix(grid=new.grid, codes=codes, scale=scale, minimum=minimum)
+
+
+def autoround_block(
+    weights: Mapping[str, Tensor],
+    grids: Mapping[str, Grid],
+    block: Block,
+    targets: Sequence[Tensor],
+    *,
+    importance: Mapping[str, Tensor] | None = None,
+    steps: int = STEPS,
+    seed: int = 0,
+) -> tuple[dict[str, QuantizedMatrix], AutoRoundRecord]:
+    """The matrices `weights [N, K]` of a block, each on the grid of its name, learnt together so that its outputs come near `targets`.
+
+    `targets[i]` is the float block's output on minibatch i; a step learns from one minibatch, in an order that `seed` settles. The best
+    of the states that were tried on all minibatches is kept, the start, rounding to nearest weighted by `importance [K]`, among them.
+    Raises PassError for names that differ, no minibatches, and outputs of another shape than their target or that are not finite.
+    """
+    if weights.keys() != grids.keys() or not weights:
+        raise PassError(f"autoround: weights {sorted(weights)} and grids {sorted(grids)} differ; give one grid for each weight")
+    if not targets:
+        raise PassError("autoround: no minibatches to learn from; give at least one")
+    _check_steps(steps)
+    roundings = {name: _Rounding(w.float(), grids[name], (importance or {}).get(name)) for name, w in weights.items()}
+    whole = sum(float(target.float().square().sum(dtype=torch.float64)) for target in targets)
+    interval = max(steps // _CHECKS, len(targets))  # trying a state on all minibatches costs about as many steps
+    generator = torch.Generator().manual_seed(seed)
+    queue: list[int] = []
+    best: dict[str, QuantizedMatrix] = {}
+    start = lowest = torch.inf
+    best_step = 0
+    for step in range(steps + 1):
+        if step % interval == 0 or step == steps:
+            with torch.no_grad():
+                values = {name: rounding.values() for name, rounding in roundings.items()}
+                loss = sum(float(_squared_error(block, values, i, target)) for i, target in enumerate(targets))
+                loss = loss / whole if whole else loss
+                start = loss if step == 0 else start
+                if loss < lowest:
+                    lowest, best_step = loss, step
+                    best = {name: rounding.matrix() for name, rounding in roundings.items()}
+        if step < steps:
+            queue = queue or torch.randperm(len(targets), generator=generator).tolist()
+            index = queue.pop()
+            values = {name: rounding.values() for name, rounding in roundings.items()}
+            torch.autograd.backward(_squared_error(block, values, index, targets[index]))
+            for rounding in roundings.values():
+                rounding.step((1 - step / steps) / steps)
+    return best, AutoRoundRecord(loss_before=start, loss=lowest, best_step=best_step)
+
+
+def _squared_error(block: Block, values: Mapping[str, Tensor], index: int, target: Tensor) -> Tensor:
+    output = block(values, index)
+    if output.shape != target.shape:
+        raise PassError(
+            f"autoround: the block's output on minibatch {index} has shape {list(output.shape)}, its target {list(target.shape)}"
+        )
+    error = (output.float() - target.float()).square().sum()
+    if not bool(error.isfinite()):
+        raise PassError(f"autoround: the block's output on minibatch {index} is not finite; check weights and inputs")
+    return error
+
+
+def _check_steps(steps: int) -> None:
+    if steps < 1:
+        raise PassError(f"autoround: steps={steps}, expected at least 1")

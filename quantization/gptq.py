@@ -61,15 +61,23 @@ class _Problem:
 
 
 def gptq(
-    w: Tensor, hessian: Tensor, grid: Grid, *, damping: float = 0.1, block: int = 128, order: Order = "static-act", sweeps: int = 2
+    w: Tensor,
+    hessian: Tensor,
+    grid: Grid,
+    *,
+    damping: float = 0.1,
+    block: int = 128,
+    order: Order = "static-act",
+    sweeps: int = 2,
 ) -> tuple[QuantizedMatrix, GptqRecord]:
     """`w [N, K]` on `grid` so that tr(dW H dW^T) is small, for H = `hessian [K, K]`, float32 (`SecondMoment.hessian`), left as it is.
 
     Scales come from the original groups, so that columns may be rounded in order of falling diag(H) (`static-act`) and no index is
     needed at run time. `sweeps` then go over all columns, refit each group's scale (and minimum) by least squares under H and move
-    single codes to where the others want them, which lowers the loss to a local minimum. `damping` is a share of the mean of diag(H): the paper's
-    0.01 makes H invertible, 0.1 also keeps it from fitting the samples rather than what they stand for. Memory beyond the arguments and
-    the result: one `[K, K]` and a few blocks of rows. Raises PassError for shapes that do not fit and values that are not finite.
+    single codes to where the others want them, which lowers the loss towards a local minimum. `damping` is a share of the mean of
+    diag(H): the paper's 0.01 makes H positive definite, 0.1 also keeps codes from fitting the samples rather than what they stand for.
+    Memory beyond the arguments and the result: one `[K, K]` and a few blocks of rows. Raises PassError for shapes that do not fit and
+    values that are not finite.
     """
     n, k = w.shape
     if hessian.shape != (k, k):
@@ -215,9 +223,7 @@ def _sweep(errors: Tensor, codes: Tensor, scale: Tensor, minimum: Tensor, proble
                 gradient[at + 1 :].addr_(square[at + 1 :, at], shift, alpha=-1)
 
 
-def _refit(
-    gradient: Tensor, codes: Tensor, scale: Tensor, minimum: Tensor, square: Tensor, here: slice, grid: Grid
-) -> Tensor:
+def _refit(gradient: Tensor, codes: Tensor, scale: Tensor, minimum: Tensor, square: Tensor, here: slice, grid: Grid) -> Tensor:
     """Least-squares scale (and minimum) `[n]` of one group, in place, with what that adds to its values `[width, n]`.
 
     `square [block, width]` are the damped H's columns of the group, rows `here` of the block; `gradient [block, n]` is kept up to date.

@@ -7,10 +7,14 @@ value is known that linears read: there a caller measures the value, quantises t
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import cast
+from uuid import uuid4
 
+import numpy as np
 import torch
 from torch import Tensor, fx
 
@@ -69,7 +73,7 @@ def _layers(module: fx.GraphModule) -> dict[fx.Node, int]:
     """The layer of every call: that of its weights, but never before that of its inputs."""
     named = [int(m[1]) for name in WeightTable.of(module) if (m := _LAYER.search(name))]
     head = max(named, default=-1) + 2
-    output = cast(fx.Node, cast("tuple[fx.Node, ...]", module.graph.output_node().args[0])[0])
+    output = cast("tuple[fx.Node, ...]", module.graph.output_node().args[0])[0]
     layers: dict[fx.Node, int] = {}
     for node in module.graph.nodes:
         if node.op != "call_function":
@@ -92,13 +96,17 @@ def _layers(module: fx.GraphModule) -> dict[fx.Node, int]:
 class Forward:
     """The values of every sample that are still needed, advanced step by step.
 
-    Samples are token ids `[T]`. Values stay in float32; of each sample only what later steps read is kept.
+    Samples are token ids `[T]`. Values stay in float32; of each sample only what later steps read is kept, in files below `spill` where
+    that is given, so that memory holds one sample.
     """
 
-    def __init__(self, module: fx.GraphModule, steps: Sequence[Step], samples: Sequence[Tensor]) -> None:
+    def __init__(
+        self, module: fx.GraphModule, steps: Sequence[Step], samples: Sequence[Tensor], spill: Path | None = None
+    ) -> None:
         self.steps = steps
+        self.spill = spill
         self._last_use = _last_uses(steps)
-        self._values: list[dict[fx.Node, Tensor]] = []
+        self._values: list[dict[fx.Node, Tensor | _Spilled]] = []
         inputs = {str(node.target): node for node in module.graph.nodes if node.op == "placeholder"}
         for sample in samples:
             tokens = {"token_ids": sample[None], "positions": torch.arange(len(sample))[None]}
@@ -107,7 +115,7 @@ class Forward:
     def fork(self) -> Forward:
         """The same values, to be advanced on their own; tensors are shared, as no step changes one."""
         copy = object.__new__(Forward)
-        copy.steps, copy._last_use = self.steps, self._last_use
+        copy.steps, copy.spill, copy._last_use = self.steps, self.spill, self._last_use
         copy._values = [dict(values) for values in self._values]
         return copy
 
@@ -121,24 +129,42 @@ class Forward:
             if argument.op == "get_attr"
         }
         with torch.no_grad():
-            for values in self._values:
+            for index, kept in enumerate(self._values):
+                values = {node: _load(value) for node, value in kept.items()}
                 _compute(step.nodes, values, weights, change)
-                for node in [n for n in values if self._last_use.get(n, -1) <= number]:
-                    del values[node]
+                live = {node: value for node, value in values.items() if self._last_use.get(node, -1) > number}
+                self._values[index] = {
+                    node: kept[node] if values[node] is value and node in kept else self._store(value) for node, value in live.items()
+                }
 
     def values(self, node: fx.Node) -> Iterator[Tensor]:
         """A value of each sample without the batch axis: `[T, width]`."""
-        return (values[node][0] for values in self._values)
+        return (_load(values[node])[0] for values in self._values)
 
     def replace(self, node: fx.Node, change: Callable[[int, Tensor], Tensor]) -> None:
         """Replace a value of each sample (by its number) by `change` of it, `[T, width]`."""
         for index, values in enumerate(self._values):
-            values[node] = change(index, values[node][0])[None]
+            values[node] = self._store(change(index, _load(values[node])[0])[None])
 
-    def num_bytes(self) -> int:
-        """Bytes of all kept values."""
-        tensors = {id(t): t for values in self._values for t in values.values()}
-        return sum(t.numel() * t.element_size() for t in tensors.values())
+    def _store(self, value: Tensor) -> Tensor | _Spilled:
+        return _Spilled(value, self.spill) if self.spill is not None and value.is_floating_point() else value
+
+
+class _Spilled:
+    """A value in a file, which goes when nothing refers to it any more."""
+
+    def __init__(self, value: Tensor, folder: Path) -> None:
+        self.path = folder / f"{uuid4().hex}.npy"
+        np.save(self.path, value.numpy())
+        weakref.finalize(self, self.path.unlink, missing_ok=True)
+
+    def load(self) -> Tensor:
+        """The value."""
+        return torch.from_numpy(np.load(self.path))
+
+
+def _load(value: Tensor | _Spilled) -> Tensor:
+    return value.load() if isinstance(value, _Spilled) else value
 
 
 def _compute(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, Literal, TypeAlias, cast, get_args
+from typing import Final, Literal, TypeAlias, get_args
 
 from ..errors import UsageError
 
@@ -25,9 +25,9 @@ class Method:
         """Raises UsageError for an unknown name or order."""
         first, plus, second = name.partition("+")
         if first in EQUALISATIONS and (not plus or second in ROUNDINGS):
-            return cls(equalisation=cast(Equalisation, first), rounding=cast(Rounding, second) if plus else "opt-rtn")
+            return cls(equalisation=first, rounding=second if plus else "opt-rtn")
         if first in ROUNDINGS and not plus:
-            return cls(rounding=cast(Rounding, first))
+            return cls(rounding=first)
         raise UsageError(
             f"method {name!r} is unknown; choose one of {', '.join(ROUNDINGS)}, or {' or '.join(EQUALISATIONS)}, alone or followed by "
             "+ and one of the former, such as awq+gptq"

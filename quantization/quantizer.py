@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -22,7 +23,6 @@ from .rescale import Rescaling, SourceTensors, prove
 from .rounding import RoundingNotes, output_losses, round_matrix
 from .second_moment import SecondMoment
 from .work_folder import Part, WorkFolder
-
 
 _HELD_OUT = 8  # every so many samples one is kept from the methods, to measure what they lose
 
@@ -50,11 +50,13 @@ class Quantizer:
         decode: Callable[[Array, str], Array],
         work: WorkFolder,
         strength: float,
+        spill: Path | None = None,
         on_step: Callable[[Step], object] = lambda step: None,
     ) -> None:
         """`formats` names every matrix's stored format; `samples` are token ids `[T]`; `decode` rounds to formats without a grid.
 
-        `strength` is SmoothQuant's alpha; `on_step` is told of each step when it is done.
+        `strength` is SmoothQuant's alpha; `spill` is a folder for activations that shall not stay in memory; `on_step` is told of each step
+        when it is done.
         """
         self.module = module
         self.table = WeightTable.of(module)
@@ -66,20 +68,21 @@ class Quantizer:
         self.decode = decode
         self.work = work
         self.strength = strength
+        self.spill = spill
         self.on_step = on_step
         self.steps = make_steps(module)
         self.pairs = find_pairs(module).pairs if method.equalisation else ()
         self.result = QuantizedModel()
         self._made_from: list[object] = []
-        for node in calls(module, llmc.linear.default, llmc.linear_glu.default):
-            node.args = (*node.args[:-1], formats[linear_weight(node)])
 
     def run(self) -> QuantizedModel:
         """Quantise everything that has a grid."""
         for pair in self.pairs:
             prove(self.module, pair, self.sources)
+        for node in calls(self.module, llmc.linear.default, llmc.linear_glu.default):  # from here on, inputs are rounded too
+            node.args = (*node.args[:-1], self.formats[linear_weight(node)])
         self._quantize_tied_head()
-        forward = Forward(self.module, self.steps, self.samples)
+        forward = self._forward()
         layers = sorted({step.layer for step in self.steps})
         for layer in layers:
             steps = [step for step in self.steps if step.layer == layer]
@@ -93,6 +96,9 @@ class Quantizer:
             else:
                 self._quantize_layer(layer, steps, forward, part)
         return self.result
+
+    def _forward(self) -> Forward:
+        return Forward(self.module, self.steps, self.samples, self.spill)
 
     def read(self, name: str) -> Tensor:
         """A weight as the quantised model computes with it; float where it is not quantised yet."""
@@ -205,7 +211,7 @@ class Quantizer:
         self._made_from.append([[name, self.formats[name]] for name in tied])
         part = self.work.part("head", self._made_from)
         if not part.exists:
-            forward = Forward(self.module, self.steps, self.samples)
+            forward = self._forward()
             for each in self.steps[:-1]:
                 forward.run(each, self._read_unrounded)
             record, matrix, doubts = self._round(tied[0], step, forward, self._moment(step, forward))

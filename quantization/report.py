@@ -1,13 +1,28 @@
-"""What a calibrated quantisation did, for reports: each matrix with its format and losses, and the model's quality beside the noise floor."""
+"""What a calibrated quantisation did: each matrix with its format and losses, and the model's quality beside the noise floor."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
+from .build_memory import BuildMemory
 from .quality import Quality
 from .quantized_model import MatrixRecord
 from .sensitivity import Sensitivity, format_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MatrixRow:
+    """A matrix as reports show it: `loss` and `rtn_loss` as in `MatrixRecord`; `kl_alone_int4` is the divergence that it alone on 4 bits
+    causes, where that was measured."""
+
+    name: str
+    layer: int
+    format: str
+    num_bytes: int
+    loss: float | None
+    rtn_loss: float | None
+    kl_alone_int4: float | None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -31,22 +46,23 @@ class QuantizationReport:
     quality: Quality | None = None
     bundle_quality: Quality | None = None
     noise_floor: Quality | None = None
+    build_memory: BuildMemory | None = None
 
-    def matrices(self) -> list[dict[str, object]]:
-        """One row for each matrix: its format, bytes, losses, and the divergence it causes alone on 4 bits, if that was measured."""
-        rows: list[dict[str, object]] = []
+    def matrices(self) -> list[MatrixRow]:
+        """One row for each matrix, in the order of layers."""
+        rows = []
         for record in sorted(self.records, key=lambda r: (r.layer, r.name)):
             sensitivity = self.sensitivities.get(record.name)
             rows.append(
-                {
-                    "name": record.name,
-                    "layer": record.layer,
-                    "format": record.format,
-                    "num_bytes": format_bytes(record.format, *self.shapes[record.name]),
-                    "loss": _short(record.loss),
-                    "rtn_loss": _short(record.rtn_loss),
-                    "kl_alone_int4": _short(sensitivity.kl if sensitivity else None),
-                }
+                MatrixRow(
+                    name=record.name,
+                    layer=record.layer,
+                    format=record.format,
+                    num_bytes=format_bytes(record.format, *self.shapes[record.name]),
+                    loss=_short(record.loss),
+                    rtn_loss=_short(record.rtn_loss),
+                    kl_alone_int4=_short(sensitivity.kl if sensitivity else None),
+                )
             )
         return rows
 
@@ -64,7 +80,8 @@ class QuantizationReport:
             "memory_bytes": self.memory_bytes,
             "rounds": self.rounds,
             "kv_layers": list(self.kv_layers),
-            "matrices": self.matrices(),
+            "build_memory_bytes": self.build_memory.as_json() if self.build_memory else None,
+            "matrices": [asdict(row) for row in self.matrices()],
             **{name: quality.as_json() for name, quality in qualities.items() if quality},
         }
 

@@ -83,4 +83,4 @@ class SecondMoment:
         """How far the halves' largest |x| are apart, `[width]` from 0 (alike) to 1; None for fewer than two samples."""
         if self.samples < 2:
             return None
-        return 1.0 - self.half_amax.amin(0) / self.amax.clamp_min(torch.finfo(torch.float32).tiny)
+        return (self.half_amax[0] - self.half_amax[1]).abs() / self.amax.clamp_min(torch.finfo(torch.float32).tiny)

@@ -175,7 +175,7 @@ def _kv_options(quantization: QuantizeOptions, options: ProgramOptions) -> KvOpt
     formats = options.kv_layers
     if formats is None:
         default = "f32" if quantization.weights == "f32" else "bf16"
-        formats = (default if options.kv_dtype == "auto" else options.kv_dtype,)
+        formats = (options.kv_dtype or default,)
     return KvOptions(formats=formats, rotation=options.kv_rotation)
 
 

@@ -43,7 +43,12 @@ class KvLayout:
     def place(self, layer: int) -> str:
         """The `KvPlace` of a layer, as C++."""
         before = self.formats[:layer]
-        offsets = (sum(map(self._layer_bytes, before)), self.bytes_per_block, sum(map(self._slot_bytes, before)), self.bytes_per_slot)
+        offsets = (
+            sum(map(self._layer_bytes, before)),
+            self.bytes_per_block,
+            sum(map(self._slot_bytes, before)),
+            self.bytes_per_slot,
+        )
         return f"KvPlace{{{', '.join(map(str, offsets))}}}"
 
     @property

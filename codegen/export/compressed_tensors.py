@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...errors import UsageError
 from ...quantization.number_formats import from_fp8, quantize_fp8
-from .base import ExportModel, ExportReport
+from .base import ExportModel, ExportReport, StoredModel
 from .compressed_config import Activations, ModuleScheme, choose_schemes, quantization_config
 from .packed_codes import pack_matrix, unpack_matrix, zero_points
 from .reopened import Differences
@@ -28,15 +28,20 @@ _KINDS: Final = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F
 
 
 def export_compressed_tensors(
-    out: Path, model: ExportModel, *, activations: Activations = "16-bit", max_shard_bytes: int = MAX_SHARD_BYTES
+    out: Path,
+    model: ExportModel,
+    *,
+    activations: Activations = "16-bit",
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    reopen: Callable[[Path], StoredModel],
 ) -> ExportReport:
     """Write `model` as the folder `out`, which must not exist: config, safetensors, generation config and tokenizer.
 
     Matrices on a grid of 4 or 8 bits keep their codes and scales; embedding, head, norms and biases are stored in the config's dtype,
     or bfloat16. With `int8` activations, int8 weights with a scale a row are stored for W8A8; with `fp8`, layers become E4M3 with a
     scale a row.
-    Before the folder gets its name its files are read back and compared. Raises `UsageError` for grids that the format does not hold and
-    `VerificationError`, leaving no folder, if the comparison fails.
+    Before the folder gets its name it is opened with safetensors and with `reopen`, and types, shapes and values are compared. Raises
+    `UsageError` for grids that the format does not hold and `VerificationError`, leaving no folder, if the comparison fails.
     """
     if out.exists():
         raise UsageError(f"export: {out} exists; remove it or choose another name")
@@ -52,7 +57,7 @@ def export_compressed_tensors(
         if model.has_tokenizer:
             model.write_tokenizer(partial)
         differences = Differences(str(out))
-        _compare(partial, model, schemes, dtype, differences)
+        _compare(partial, reopen(partial), model, schemes, dtype, differences)
         differences.check()
         os.rename(partial, out)
     finally:
@@ -81,8 +86,8 @@ def _stored(name: str, model: ExportModel, scheme: ModuleScheme | None, dtype: t
         return {f"{prefix}weight": weight, f"{prefix}weight_scale": torch.from_numpy(scale)[:, None].contiguous()}
     value = model.quantized(name)
     if scheme.kind == "int8":
-        codes, scale = torch.from_numpy(value.codes.view("i1")), torch.from_numpy(value.scale)
-        return {f"{prefix}weight": codes.contiguous(), f"{prefix}weight_scale": scale.contiguous()}
+        codes, scales = torch.from_numpy(value.codes.view("i1")), torch.from_numpy(value.scale)
+        return {f"{prefix}weight": codes.contiguous(), f"{prefix}weight_scale": scales.contiguous()}
     return {prefix + suffix: tensor for suffix, tensor in pack_matrix(value).items()}
 
 
@@ -141,10 +146,16 @@ def _write_configs(folder: Path, model: ExportModel, quantization: dict[str, obj
 
 
 def _compare(
-    folder: Path, model: ExportModel, schemes: Mapping[str, ModuleScheme], dtype: torch.dtype, differences: Differences
+    folder: Path,
+    reopened: StoredModel,
+    model: ExportModel,
+    schemes: Mapping[str, ModuleScheme],
+    dtype: torch.dtype,
+    differences: Differences,
 ) -> None:
-    """Names, types, shapes and values as safetensors reads them."""
+    """Names, types, shapes and values as safetensors reads them, and values as a model's reader gives them."""
     found = _read_headers(folder)
+    differences.same_names(reopened.tensor_names(), model.tensor_names())
     expected: set[str] = set()
     for name in sorted(model.tensor_names()):
         scheme = schemes.get(name)
@@ -159,7 +170,10 @@ def _compare(
         value, kind = _decode(name, tensors, scheme, dtype)
         if scheme is not None and scheme.grid is not None and not scheme.grid.symmetric:
             kind = "rounded scale"  # the zero point stands for a minimum that was rounded to float16
-        differences.close(name, value, _meant(name, model), kind)
+        values = _meant(name, model)
+        differences.close(name, value, values, kind)
+        if name in reopened.tensor_names():
+            differences.close(name, reopened.tensor(name), values, kind)
     differences.same_names(found, expected)
 
 

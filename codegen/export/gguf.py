@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from math import prod
 from pathlib import Path
@@ -32,12 +32,13 @@ def export_gguf(
     *,
     type_name: str = "Q4_K",
     head_type: str | None = None,
+    chosen: Mapping[str, str] | None = None,
     reopen: Callable[[Path], StoredModel],
 ) -> ExportReport:
     """Write `model` as the GGUF file `out`, which must not exist.
 
     Matrices on a grid keep their codes where a block type holds them; others are quantised to `type_name`, embedding and head to
-    `head_type`.
+    `head_type`, and single matrices to what `chosen` has for their names.
     Before the file gets its name it is opened with the `gguf` package and with `reopen`, and types, shapes, bytes and values are compared.
     Raises `UnsupportedModelError` for what GGUF cannot express and `VerificationError`, leaving no file, if the comparison fails.
     """
@@ -46,7 +47,7 @@ def export_gguf(
     if out.exists():
         raise UsageError(f"export: {out} exists; remove it or choose another name")
     architecture = gguf_metadata.architecture(model.config)
-    types, notes = choose_types(model, type_name, head_type)
+    types, notes = choose_types(model, type_name, head_type, chosen)
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
     try:
@@ -204,7 +205,7 @@ def _num_bytes(shape: tuple[int, ...], type_name: str) -> int:
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     columns, size = GGML_QUANT_SIZES[GGMLQuantizationType[type_name]]
-    return prod(shape) // columns * size
+    return prod(shape) // int(columns) * int(size)
 
 
 def _reorder(value: QuantizedMatrix, rows: Array | None) -> QuantizedMatrix:

@@ -44,7 +44,7 @@ def pack_exact(value: QuantizedMatrix, type_name: str) -> npt.NDArray[np.uint8]:
     grid = BLOCK_GRIDS[type_name]
     repeats = (value.grid.group or k) // BLOCK
     blocks = k // BLOCK
-    parts = [_halves(value.scale, repeats, blocks)]
+    parts: list[Array] = [_halves(value.scale, repeats, blocks)]
     if value.minimum is not None:
         parts.append(_halves(value.minimum, repeats, blocks))
     codes = value.codes.reshape(n, blocks, BLOCK)

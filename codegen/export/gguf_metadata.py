@@ -62,6 +62,7 @@ def add_architecture_keys(writer: GGUFWriter, config: PretrainedConfig, name: st
     arch = writer.arch
     heads, hidden = config.num_attention_heads, config.hidden_size
     head_dim = getattr(config, "head_dim", None) or hidden // heads
+    writer.add_type("model")
     writer.add_name(name)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(hidden)

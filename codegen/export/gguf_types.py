@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Final, Literal
@@ -38,13 +39,20 @@ class StoredType:
     how: How
 
 
-def choose_types(model: ExportModel, type_name: str, head_type: str | None) -> tuple[dict[str, StoredType], list[str]]:
+def choose_types(
+    model: ExportModel, type_name: str, head_type: str | None, chosen: Mapping[str, str] | None = None
+) -> tuple[dict[str, StoredType], list[str]]:
     """The stored type of every tensor, and a remark for each kind of exception.
 
-    Matrices that are quantised already keep their codes where a block type holds their grid. Others take `type_name`, the embedding and the
-    head `head_type` (by default 6 bits or more: they weigh on every logit). Vectors are float32, as llama.cpp needs them.
+    Matrices that are quantised already keep their codes where a block type holds their grid. Others take the type that `chosen` has for
+    their name, else `type_name`, the embedding and the head `head_type` (by default 6 bits or more: they weigh on every logit). Vectors
+    are float32, as llama.cpp needs them.
     """
-    for option, value in (("type", type_name), ("head type", head_type or type_name)):
+    chosen = chosen or {}
+    unknown = sorted(set(chosen) - model.tensor_names())
+    if unknown:
+        raise UsageError(f"export: a type is chosen for {unknown[0]!r}, which the model does not have")
+    for option, value in (("type", type_name), ("head type", head_type or type_name), *chosen.items()):
         if value not in MATRIX_TYPES:
             raise UsageError(f"export: {option} {value!r} is unknown; choose one of {', '.join(MATRIX_TYPES)}")
     head = head_type or (type_name if type_name in ("Q8_0", "F32", "F16", "BF16") else "Q6_K")
@@ -57,7 +65,7 @@ def choose_types(model: ExportModel, type_name: str, head_type: str | None) -> t
         elif grid is not None and (kept := _keep(grid, shape[1], remarks)) is not None:
             types[name] = kept
         else:
-            wanted = head if name in (EMBEDDING, LM_HEAD) else type_name
+            wanted = chosen.get(name, head if name in (EMBEDDING, LM_HEAD) else type_name)
             types[name] = _fit("Q8_0" if grid is not None else wanted, shape[1], remarks)
     return types, [f"{remark} (matrices: {count})" for remark, count in remarks.items()]
 

@@ -46,7 +46,7 @@ class GpuBackend:
         if name not in _WEIGHTS:
             raise TargetError(f"target {target.name!r}: {name!r} has no GPU kernels; there are {', '.join(QUANTIZATIONS)}")
         kv_dtypes = ("bf16", "fp8", "int8") if target.supports("fp8") else ("bf16", "int8")
-        if options.kv_dtype not in ("auto", *kv_dtypes):
+        if options.kv_dtype not in (None, *kv_dtypes):
             raise UsageError(
                 f"target {target.name!r}: KV dtype {options.kv_dtype!r} is not to be had on {device.name}; choose {', '.join(kv_dtypes)}"
             )
@@ -62,7 +62,7 @@ class GpuBackend:
         weights = "fp8-fnuz" if name == "fp8" and self.fnuz else _WEIGHTS[name]
         self.quantization = QuantizeOptions(weights=weights, head=_HEAD, overrides=options.formats)
         self.prefill = self._prefill(options.prefill_quantization)
-        self.kv_dtype = "bf16" if options.kv_dtype == "auto" else options.kv_dtype
+        self.kv_dtype = options.kv_dtype or "bf16"
         self.max_tokens = options.max_tokens or DEFAULT_MAX_TOKENS
         self.options = options
 

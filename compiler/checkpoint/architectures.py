@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...errors import CheckpointError, UnsupportedModelError
-from .base import one_line
+from .base import one_line, printable
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -222,7 +222,7 @@ def _ignored(name: str, config: PretrainedConfig, allow_extra_layers: bool) -> b
 
 
 def _examples(items: list[str]) -> str:
-    shown = [item if item.isprintable() else ascii(item) for item in items[:3]]  # names come from the file
+    shown = [printable(item) for item in items[:3]]  # names come from the file
     return ", ".join(shown) + (", ..." if len(items) > 3 else "")
 
 

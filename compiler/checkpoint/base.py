@@ -96,6 +96,11 @@ def read_json_object(path: Path) -> dict[str, object]:
     return value
 
 
+def printable(name: str) -> str:
+    """A name from a file as an error may show it, on one line."""
+    return name if name.isprintable() else ascii(name)
+
+
 def one_line(error: Exception) -> str:
     """A library's error text on one line, cut where it becomes an essay."""
     text = " ".join(str(error).split())

@@ -46,9 +46,10 @@ class HuggingFaceCheckpoint(Checkpoint):
         consumed = frozenset() if self._quantized is None else self._quantized.consumed
         self._plain = {name: name for name in self._folder.stored_names() if name not in consumed}  # HF name -> the folder's
         if self.config.tie_word_embeddings and not {EMBEDDING} & (self._plain.keys() | self._weights.keys()):
-            for table in (self._plain, self._weights):  # the one matrix was saved under the other of its two names
-                if LM_HEAD in table:
-                    table[EMBEDDING] = table.pop(LM_HEAD)
+            if LM_HEAD in self._plain:  # the one matrix was saved under the other of its two names
+                self._plain[EMBEDDING] = self._plain.pop(LM_HEAD)
+            elif LM_HEAD in self._weights:
+                self._weights[EMBEDDING] = self._weights.pop(LM_HEAD)
         self._shapes = {name: self._folder.stored_shape(stored) for name, stored in self._plain.items()}
         self._shapes |= {name: weight.shape for name, weight in self._weights.items()}
         self._names = check_tensors(

@@ -7,7 +7,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from ...errors import CheckpointError
-from .base import one_line, read_json_object
+from .base import one_line, printable, read_json_object
 
 if TYPE_CHECKING:
     import torch
@@ -63,7 +63,7 @@ class SafetensorsFolder:
     def where(self, name: str) -> str:
         """The file and the tensor, for errors."""
         shard, stored = self._stored[name]
-        return f"{self.path / shard}: tensor {stored}"
+        return f"{self.path / shard}: tensor {printable(stored)}"
 
     def _weight_map(self) -> dict[str, str]:
         """Stored tensor name -> shard file name, checked against what the shards hold."""

@@ -9,6 +9,8 @@ import click
 
 from ...errors import MissingExtraError
 from .output import json_option, note, print_json, print_table
+from .quantization_summary import print_quantization
+from .sizes import ByteSize
 
 if TYPE_CHECKING:
     from ..report import CompileReport, TargetReport
@@ -49,10 +51,36 @@ class _CompileCommand(click.Command):
 )
 @click.option(
     "--kv-dtype",
-    default="auto",
-    show_default=True,
-    help="KV cache: bf16; f32 on CPUs; fp8 or int8 on GPUs. auto is f32 for f32 models, else bf16.",
+    help="KV cache: bf16, fp8, int8; on CPUs also f32, int4, and auto, which measures what each layer needs. "
+    "[default: bf16; f32 for f32 models]",
 )
+@click.option(
+    "--prefill-quantization", metavar="NAME", help="Store the layers once more in this precision for prefill, such as bf16."
+)
+@click.option(
+    "--method",
+    help="How weights are rounded: rtn (to nearest), opt-rtn, gptq, autoround; after awq or smoothquant with a plus, such as awq+gptq. "
+    "[default: rtn; gptq with --calibration, --max-kl or --memory-budget]",
+)
+@click.option(
+    "--calibration",
+    type=click.Path(path_type=Path),
+    help="Texts like the model's traffic: JSONL of chats or texts, or plain text. [default: a small built-in set]",
+)
+@click.option("--calibration-samples", type=int, default=128, show_default=True, help="How many samples of it to use.")
+@click.option("--calibration-length", type=int, default=512, show_default=True, help="Most tokens of a sample.")
+@click.option(
+    "--memory-budget",
+    type=ByteSize(),
+    help="Bytes for weights and the KV cache of 4,096 tokens, such as 6GiB: choose formats to fit.",
+)
+@click.option(
+    "--max-kl",
+    type=float,
+    help="Largest mean KL divergence from the unquantised model, in nats: choose formats to keep to it, or fail.",
+)
+@click.option("--max-build-memory", type=ByteSize(), help="Memory that quantising may take. [default: no limit]")
+@click.option("--resume", is_flag=True, help="Go on with a quantisation that was interrupted.")
 @click.option("--max-tokens", type=int, help="Most tokens one step may take. [default: 512 on CPUs, 4096 on GPUs]")
 @click.option("--cpu-levels", help="Instruction-set levels to build, such as avx2,avx512 or native. [default: all]")
 @click.option("--config", type=click.Path(path_type=Path), help="A config.json in place of the model's own.")
@@ -72,7 +100,16 @@ def command(
     target: str | None,
     output: Path | None,
     quantization: str | None,
-    kv_dtype: str,
+    kv_dtype: str | None,
+    prefill_quantization: str | None,
+    method: str | None,
+    calibration: Path | None,
+    calibration_samples: int,
+    calibration_length: int,
+    memory_budget: int | None,
+    max_kl: float | None,
+    max_build_memory: int | None,
+    resume: bool,
     max_tokens: int | None,
     cpu_levels: str | None,
     config: Path | None,
@@ -86,7 +123,7 @@ def command(
     """Compile MODEL (a Hugging Face folder, a GGUF file, a hub id, or a config.json for random weights) into a bundle."""
     try:
         from ..driver import run
-        from ..options import DEFAULT_TARGET, CompileOptions
+        from ..options import DEFAULT_TARGET, CompileOptions, QuantizationOptions
         from ..progress import Terminal
     except ModuleNotFoundError as error:
         raise MissingExtraError(
@@ -100,7 +137,18 @@ def command(
         target=target,
         output=output,
         quantization=quantization,
+        prefill_quantization=prefill_quantization,
         kv_dtype=kv_dtype,
+        quantize=QuantizationOptions(
+            method=method,
+            calibration=calibration,
+            calibration_samples=calibration_samples,
+            calibration_length=calibration_length,
+            memory_budget=memory_budget,
+            max_kl=max_kl,
+            max_build_memory=max_build_memory,
+            resume=resume,
+        ),
         max_tokens=max_tokens,
         cpu_levels=tuple(cpu_levels.split(",")) if cpu_levels else None,
         config=config,
@@ -126,6 +174,8 @@ def _print_summary(report: CompileReport) -> None:
         if len(report.targets) > 1:
             click.echo(f"target {name}:")
         _print_target(target)
+    for name, quantization in report.quantization.items():
+        print_quantization(name if len(report.quantization) > 1 else "", quantization)
     for text in report.notes:
         note(f"note: {text}")
     seconds = ", ".join(f"{name} {value:.1f}" for name, value in report.stage_seconds.items())
@@ -151,8 +201,9 @@ def _print_target(target: TargetReport) -> None:
     if target.weight_bytes:
         weights = ", ".join(f"{name} {size / 1e6:.1f} MB" for name, size in target.weight_bytes.items())
         calls = ", ".join(f"{name} {count}" for name, count in target.kernel_calls.items())
+        slot = f" and {target.kv_bytes_per_slot} B/sequence in 16 bit" if target.kv_bytes_per_slot else ""
         click.echo(f"weights: {weights}")
-        click.echo(f"kernel calls: {calls}; arena {target.arena_bytes / 1e6:.1f} MB, KV {target.kv_bytes_per_token} B/token")
+        click.echo(f"kernel calls: {calls}; arena {target.arena_bytes / 1e6:.1f} MB, KV {target.kv_bytes_per_token} B/token{slot}")
 
 
 def _operators(counts: dict[str, int]) -> str:

@@ -149,7 +149,9 @@ def unknown_tokens(samples: Sequence[npt.NDArray[np.int64]], unknown_id: int | N
 def surprise(nll_calibration: float, nll_builtin: float) -> CalibrationWarning | None:
     """The model expects the calibration text far less than the built-in one; both are mean nats per token.
 
-    A model knows the text it is meant for. One and a half times the loss, and a nat more, is gibberish or a language that it lacks.
+    A model knows the text it is meant for. One and a half times the loss, and a nat more, is gibberish or a language that it lacks: Gemma 3
+    270M loses 3.8 on the built-in texts, 1.9 to 4.1 on code, chats and eight less common languages, 5.4 on classical Chinese prose, and
+    7.5 on shuffled words and on random letters.
     """
     if not nll_calibration > max(SURPRISE_RATIO * nll_builtin, nll_builtin + SURPRISE_NATS):
         return None

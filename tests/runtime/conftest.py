@@ -104,7 +104,7 @@ def build_bundle(toy_library: Callable[..., Path], toy_tokenizer: Tokenizer) -> 
             for level, macros in levels.items():
                 (folder / f"lib{level}.so").write_bytes(toy_library(**macros).read_bytes())
             program = CpuProgram(
-                abi_version=1,
+                abi_version=2,
                 target=target,
                 backend="cpu",
                 machine="x86_64-linux",
@@ -113,7 +113,9 @@ def build_bundle(toy_library: Callable[..., Path], toy_tokenizer: Tokenizer) -> 
                 max_tokens=max_tokens,
                 arena_bytes=4 * max_tokens,
                 context_length=context_length,
-                kv_cache=KvCacheSpec(layer_dtypes=["f32"], num_layers=1, num_kv_heads=1, head_dim=1, block_size=16, bytes_per_block=128),
+                kv_cache=KvCacheSpec(
+                    layer_dtypes=["f32"], num_layers=1, num_kv_heads=1, head_dim=1, block_size=16, bytes_per_block=128
+                ),
                 weights=[WeightSpec(name="seed", dtype="F32", shape=[16])],
                 libraries={level: f"lib{level}.so" for level in levels},
                 phases=[
@@ -276,7 +278,7 @@ def gpu_program(
     ]
     prefill = Phase(name="prefill", max_tokens=max_tokens, single_token=False, calls=calls("toy_logits", prefill_x))
     return GpuProgram(
-        abi_version=1,
+        abi_version=2,
         target=target,
         backend=backend,
         machine=arch,
@@ -285,7 +287,9 @@ def gpu_program(
         max_tokens=max_tokens,
         arena_bytes=decode_x + 4 * max([0, *decode_tokens]),
         context_length=context_length,
-        kv_cache=KvCacheSpec(layer_dtypes=["f32"], num_layers=1, num_kv_heads=1, head_dim=1, block_size=16, bytes_per_block=128),
+        kv_cache=KvCacheSpec(
+            layer_dtypes=["f32"], num_layers=1, num_kv_heads=1, head_dim=1, block_size=16, bytes_per_block=128
+        ),
         weights=[WeightSpec(name="table", dtype="F32", shape=[VOCAB_SIZE]), WeightSpec(name="bias", dtype="F32", shape=[16])],
         warp_size=32 if backend == "cuda" else 64,
         kernels={

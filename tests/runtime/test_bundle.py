@@ -179,8 +179,8 @@ def phase(name: str, **changes: object) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"abi_version": 2}, "abi_version is 2, this runtime calls 1; upgrade llmc"),
-        ({"abi_version": 0}, "compile the bundle again"),
+        ({"abi_version": 3}, "abi_version is 3, this runtime calls 2; upgrade llmc"),
+        ({"abi_version": 1}, "abi_version is 1, this runtime calls 2; compile the bundle again"),
         ({"abi_version": "1"}, "not a program description"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"vocab_size": 2**40}, "vocab_size"),
@@ -230,15 +230,22 @@ def test_wrong_programs(build_bundle: Callable[..., Path], tmp_path: Path, chang
     ("key", "value", "text"),
     [
         ("block_size", 32, "block_size is 32, expected 16"),
-        ("dtype", "int4", "dtype is 'int4', expected one of f32, bf16, fp8, int8"),
-        ("bytes_per_block", 64, "bytes_per_block is 64, but 2 * 1 layers * 1 heads * 16 tokens * 4 bytes = 128"),
+        ("layer_dtypes", ["int3"], "layer_dtypes holds 'int3', expected of each f32, bf16, fp8, int8, int4"),
+        ("layer_dtypes", ["f32", "f32"], "layer_dtypes lists 2 layers, but kv_cache.num_layers is 1"),
+        ("layer_dtypes", [], "layer_dtypes lists 0 layers, but kv_cache.num_layers is 1"),
+        ("layer_dtypes", "f32", "Expected `array`"),
+        ("layer_dtypes", ["int8"], "bytes_per_block is 128, but 2 * 1 heads * 16 tokens of 1 int8 layers take 160"),
+        ("layer_dtypes", ["int4"], "bytes_per_block is 128, but 2 * 1 heads * 16 tokens of 1 int4 layers take 576"),
+        ("bytes_per_block", 64, "bytes_per_block is 64, but 2 * 1 heads * 16 tokens of 1 f32 layers take 128"),
+        ("bytes_per_slot", 256, "bytes_per_slot is 256, but 0 layers with slots of 4 blocks in bf16 take 0"),
+        ("bytes_per_slot", -1, "bytes_per_slot"),
         ("bytes_per_block", 160, "expected a multiple of 64"),
         ("num_layers", 0, "num_layers"),
     ],
 )
 def test_wrong_kv_caches(build_bundle: Callable[..., Path], tmp_path: Path, key: str, value: object, text: str) -> None:
     good = {
-        "dtype": "f32",
+        "layer_dtypes": ["f32"],
         "num_layers": 1,
         "num_kv_heads": 1,
         "head_dim": 1,
@@ -246,6 +253,19 @@ def test_wrong_kv_caches(build_bundle: Callable[..., Path], tmp_path: Path, key:
         "bytes_per_block": 128,
     }
     refused(build_bundle(tmp_path / "b", program_changes={"kv_cache": {**good, key: value}}), text)
+
+
+def test_too_small_slots(build_bundle: Callable[..., Path], tmp_path: Path) -> None:
+    cache = {
+        "layer_dtypes": ["int8"],
+        "num_layers": 1,
+        "num_kv_heads": 1,
+        "head_dim": 1,
+        "block_size": 16,
+        "bytes_per_block": 192,
+    }
+    text = "bytes_per_slot is 0, but 1 layers with slots of 4 blocks in bf16 take 256"
+    refused(build_bundle(tmp_path / "b", program_changes={"kv_cache": cache}), text)
 
 
 def entry(**changes: object) -> dict[str, object]:

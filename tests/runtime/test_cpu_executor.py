@@ -49,8 +49,8 @@ def test_no_level_works(build_bundle: Build, tmp_path: Path) -> None:
 
 
 def test_wrong_abi_and_level(build_bundle: Build, tmp_path: Path) -> None:
-    with pytest.raises(BundleError, match=r"libportable\.so: abi_version is 2, this runtime calls 1; upgrade llmc"):
-        llmc.load(build_bundle(tmp_path / "b", libraries={"portable": {"TOY_ABI": 2}}))
+    with pytest.raises(BundleError, match=r"libportable\.so: abi_version is 3, this runtime calls 2; upgrade llmc"):
+        llmc.load(build_bundle(tmp_path / "b", libraries={"portable": {"TOY_ABI": 3}}))
     with pytest.raises(BundleError, match="llmc_cpu_level returned 7"):
         llmc.load(build_bundle(tmp_path / "c", libraries={"portable": {"TOY_LEVEL": 7}}))
 

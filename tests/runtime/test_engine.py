@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from llmc.errors import CapacityError, RequestError
 from llmc.runtime import Engine, Output, SamplingParams
+from llmc.runtime.executor import Logits, StepBatch
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
 prompts = st.lists(st.lists(st.integers(3, 299), min_size=1, max_size=90), min_size=1, max_size=12)
@@ -282,3 +283,35 @@ def test_a_closed_engine_refuses(toy_bundle: Path) -> None:
     engine.close()
     with pytest.raises(RequestError, match="closed"):
         engine.generate([5])
+
+
+def test_slots_are_the_requests_own(toy_bundle: Path) -> None:
+    """Distinct within a step, the same from a request's first step to its last or its preemption, and handed out again."""
+    with llmc.load(toy_bundle, num_threads=1, max_num_seqs=3, kv_cache_bytes=128 * 10) as engine:
+        step = engine.executor.step
+        held: dict[tuple[int, int], int] = {}  # by request and how often it was preempted
+        used: list[int] = []
+
+        def watch(batch: StepBatch) -> Logits:
+            running = {request.blocks[0]: request for request in engine.scheduler.running}
+            slots = batch.slots.tolist()
+            assert len(set(slots)) == len(slots)
+            assert batch.slot_start.tolist() == [0] * len(slots)
+            for block, slot in zip(batch.block_table[:, 0].tolist(), slots, strict=True):
+                if block in running:
+                    request = running[block]
+                    assert held.setdefault((request.id, request.num_preemptions), slot) == slot
+                used.append(slot)
+            return step(batch)
+
+        engine.executor.step = watch  # type: ignore[method-assign]
+        for index in range(5):
+            engine.submit([3 + index] * 17, SamplingParams(max_tokens=80, temperature=0.0, ignore_eos=True))
+        engine.step()
+        engine.logits([5, 6, 7])  # beside running requests
+        while engine.has_unfinished:
+            engine.step()
+        assert {request for request, _ in held} == set(range(5))
+        assert any(preemptions for _, preemptions in held)
+        assert set(held.values()) == {0, 1, 2}
+        assert used.count(3) == 1

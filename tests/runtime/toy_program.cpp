@@ -18,7 +18,7 @@
 #define TOY_SELF_TEST 0
 #endif
 #ifndef TOY_ABI
-#define TOY_ABI 1
+#define TOY_ABI 2
 #endif
 
 extern "C" {
@@ -27,6 +27,7 @@ typedef struct {
   const void* const* weights;
   void* arena;
   void* kv_pool;
+  void* kv_slots;
   int32_t max_tokens, num_threads;
 } llmc_model;
 
@@ -34,6 +35,7 @@ typedef struct {
   int32_t phase;
   int32_t num_tokens, num_seqs, max_blocks, num_logit_rows;
   const int32_t *token_ids, *positions, *query_start, *context_len, *block_table, *logit_rows;
+  const int32_t *slots, *slot_start;
   float* logits;
 } llmc_step_args;
 

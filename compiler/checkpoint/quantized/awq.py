@@ -11,7 +11,6 @@ from .base import QuantizedWeight
 from .format import Format
 from .integer import GroupParameters, IntegerWeight
 from .module import FLOATS, Module
-from .packing import unpack
 from .settings import Settings
 
 _BITS = 4
@@ -42,6 +41,7 @@ class AwqFormat(Format):
         if not self.parts & module.parts.keys():
             return None
         module.require("qweight", "scales", *(("qzeros",) if self.zero_point else ()))
+        module.refuse("weight", beside="qweight")
         k, words = module.shape("qweight", 2)
         n, groups = words * _PER_WORD, -(-k // (self.group or k))
         given = f"groups of {self.group or k}, as the config says"
@@ -61,23 +61,24 @@ class AwqWeight(IntegerWeight):
         self.zero_point = zero_point
 
     def parameters(self) -> GroupParameters:
-        n, k = self.shape
         scale = np.ascontiguousarray(self.module.scales("scales").T)
         zero = np.full(scale.shape, 1 << (_BITS - 1), np.int16)
         if "qzeros" in self.module:
-            stored = _outputs(self.module.integers("qzeros"), n)
+            stored = _outputs(self.module.integers("qzeros"))
             if self.zero_point:
                 zero = stored.astype(np.int16)
             elif (stored != zero).any():
                 raise self.module.damaged("qzeros", "holds zeros other than 8, but the config says zero_point: false")
-        return GroupParameters(bits=_BITS, columns=k, group=self.group, scale=scale, zero=zero)
+        return GroupParameters(bits=_BITS, columns=self.shape[1], group=self.group, scale=scale, zero=zero)
 
     def codes(self) -> npt.NDArray[np.uint8]:
-        return _outputs(self.module.integers("qweight"), self.shape[0])
+        return _outputs(self.module.integers("qweight"))
 
 
-def _outputs(words: Array, n: int) -> npt.NDArray[np.uint8]:
+def _outputs(words: Array) -> npt.NDArray[np.uint8]:
     """`[R, N/8]` to codes `[N, R]`, outputs in order."""
-    stored = unpack(words, _BITS, n).reshape(len(words), -1, _PER_WORD)  # [R, N/8, 8]
-    ordered = stored[:, :, np.argsort(_ORDER)]
-    return np.ascontiguousarray(ordered.reshape(len(words), n).T)
+    columns = np.ascontiguousarray(words.T).view(np.uint32)  # [N/8, R]
+    codes = np.empty((len(columns), _PER_WORD, columns.shape[1]), np.uint8)
+    for nibble, output in enumerate(_ORDER):
+        codes[:, output] = (columns >> np.uint32(_BITS * nibble)).astype(np.uint8) & np.uint8(15)
+    return codes.reshape(-1, columns.shape[1])

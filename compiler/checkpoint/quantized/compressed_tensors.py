@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from ....errors import CheckpointError, UnsupportedModelError
 from ....quantization.number_formats import Array
+from ..base import printable
 from .base import QuantizedWeight
 from .format import Format
 from .fp8 import FP8_TYPES, Fp8Weight
@@ -109,20 +110,21 @@ class CompressedTensorsFormat(Format):
     def _scheme(self, names: tuple[str, ...]) -> WeightScheme | None:
         """The scheme that targets a module: by name, else by expression, else by class."""
         kind = "Embedding" if names[0].endswith("embed_tokens") else "Linear"
-        for matches in (
-            lambda target: target in names,
-            lambda target: target.startswith("re:") and any(self.settings.matches(target[3:], name) for name in names),
-            lambda target: target == kind,
-        ):
-            for targets, scheme in self.schemes:
-                if any(matches(target) for target in targets):
-                    return scheme
-        return None
+        found: dict[int, WeightScheme] = {}
+        for targets, scheme in self.schemes:
+            for target in targets:
+                expression = target.startswith("re:") and any(self.settings.matches(target[3:], name) for name in names)
+                rank = 0 if target in names else 1 if expression else 2 if target == kind else None
+                if rank is not None:
+                    found.setdefault(rank, scheme)
+        return found[min(found)] if found else None
 
     def weight(self, module: Module) -> QuantizedWeight | None:
         stored = "weight" in module and module.type("weight") not in FLOATS
         if not stored and not self.parts & module.parts.keys():
             return None
+        if stored:
+            module.refuse("weight_packed", beside="weight")
         if not stored and "weight" in module:
             raise module.damaged(
                 "weight",
@@ -132,7 +134,7 @@ class CompressedTensorsFormat(Format):
         scheme = self._scheme(module.names)
         if scheme is None:
             raise CheckpointError(
-                f"{self.settings.where}.config_groups: no target matches {module.names[0]}, which is stored quantised"
+                f"{self.settings.where}.config_groups: no target matches {printable(module.names[0])}, which is stored quantised"
             )
         if stored:
             module.require("weight", "weight_scale")
@@ -177,10 +179,12 @@ class CompressedWeight(IntegerWeight):
             return self._unpack(self.module.integers("weight_packed"), self.shape[1])
         signed = self.module.integers("weight")
         if self.bits == 8:
-            return signed.view(np.uint8) ^ np.uint8(128)
+            unsigned: npt.NDArray[np.uint8] = signed.view(np.uint8) ^ np.uint8(128)
+            return unsigned
         if signed.min() < -self.middle or signed.max() >= self.middle:
             raise self.module.damaged("weight", f"holds codes {signed.min()} to {signed.max()}, more than {self.bits} bits")
-        return (signed + np.int8(self.middle)).view(np.uint8)
+        shifted: npt.NDArray[np.int8] = signed + np.int8(self.middle)
+        return shifted.view(np.uint8)
 
     def parameters(self) -> GroupParameters:
         n, k = self.shape
@@ -204,14 +208,16 @@ class CompressedWeight(IntegerWeight):
         if "weight_packed" in module and module.type(part) == "I32":
             rows = (-(-n * self.bits // 32), -(-n // (32 // self.bits)))
             module.expect(part, *((count, groups) for count in rows), types=("I32",))
-            return self._unpack(np.ascontiguousarray(module.integers(part).T), n).T.astype(np.int16)
+            packed: npt.NDArray[np.int16] = self._unpack(np.ascontiguousarray(module.integers(part).T), n).T.astype(np.int16)
+            return packed
         module.expect(part, (n, groups), *(((n,), (), (1,), (1, 1)) if groups == 1 else ()), types=_INTEGERS)
         zero: Array = module.integers(part).astype(np.int64)
         if self.scheme.symmetric and zero.any():
             raise module.damaged(part, "holds zero points other than 0, but the config says symmetric: true")
         if zero.min() < -self.middle or zero.max() >= self.middle:
             raise module.damaged(part, f"holds zero points {zero.min()} to {zero.max()}, more than {self.bits} bits")
-        return np.ascontiguousarray(np.broadcast_to((zero.reshape(-1, groups) + self.middle).astype(np.int16), (n, groups)))
+        unsigned: npt.NDArray[np.int16] = (zero.reshape(-1, groups) + self.middle).astype(np.int16)
+        return np.ascontiguousarray(np.broadcast_to(unsigned, (n, groups)))
 
     def _column_group(self, groups: int) -> Array | None:
         """The group of each column where that is not its place's; -1 throughout means none was set."""

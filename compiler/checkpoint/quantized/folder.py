@@ -54,13 +54,14 @@ class QuantizedFolder:
         self.consumed |= {name for part, name in module.parts.items() if part in self.format.parts or part == "weight"}
         bias = f"{module.names[0]}.bias"
         if "bias" in module and f"{module.names[0]}.weight" in expected and bias not in expected:
+            module.expect_type("bias", *FLOATS)
             if module.scales("bias").any():
                 raise module.damaged("bias", "is not zero, but the architecture has no such bias")
             self.consumed.add(bias)  # old GPTQ writers give every linear a bias of zeros
 
     def _drop_scales(self, names: Mapping[str, str]) -> None:
         for suffixes, what, instead in (
-            (_KV_SCALES, "KV cache", "the KV cache has the format chosen here"),
+            (_KV_SCALES, "the KV cache", "the KV cache has the format chosen here"),
             (_ACTIVATION_SCALES, "activations", "activations are quantised as the target does it"),
         ):
             found = {name for name in names if name.rpartition(".")[2] in suffixes}

@@ -37,7 +37,7 @@ class Fp8Format(Format):
             return None
         module.require("weight", *(scales or ["weight_scale"]))
         if len(scales) > 1:
-            raise module.damaged(scales[1], "is stored beside weight_scale, expected one of the two")
+            module.refuse(scales[1], beside=scales[0])
         module.expect_type("weight", *FP8_TYPES)
         n, k = module.shape("weight", 2)
         blocks = dict.fromkeys([(), (1,), (1, 1)], (n, k)) | {(n,): (1, k), (n, 1): (1, k)}

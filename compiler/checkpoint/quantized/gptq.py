@@ -72,6 +72,7 @@ class GptqFormat(Format):
         if not self.parts & module.parts.keys():
             return None
         module.require("qweight", "qzeros", "scales")
+        module.refuse("weight", beside="qweight")
         override = self._override(module.names)
         bits = self.bits if override is None else self._bits(override, self.bits)
         group = self.group if override is None else override.group_size("group_size", self.group)
@@ -98,7 +99,8 @@ class GptqFormat(Format):
         sample = [self.weights[int(i * step)] for i in range(min(_SAMPLED, len(self.weights)))]
         means = {offset: abs(float(np.mean([weight.mean_step(offset) for weight in sample]))) for offset in (1, 0)}
         declared = _OFFSETS.get(self.declared or "")
-        if declared is not None and means[declared] < means[1 - declared] + 0.5:
+        fine = all(weight.bits == 8 for weight in sample)  # a step is then so small that weights may well have a mean of one
+        if declared is not None and (fine or means[declared] < means[1 - declared] + 0.5):
             return declared
         return 1 if means[1] <= means[0] else 0
 

@@ -13,6 +13,7 @@ from ....quantization.number_formats import Array, Float32, round_up, row_slices
 from .base import QuantizedWeight, StoredKind
 from .module import Module
 
+OUT_OF_RANGE = "out of float16's range"
 _TOLERANCE = 2.0**-11  # half a unit in the last place of float16
 
 
@@ -89,7 +90,7 @@ def fit_grid(parameters: GroupParameters) -> GridFit:
     with np.errstate(over="ignore"):  # beyond float32 is beyond float16
         minimum = None if grid.symmetric else round_scales(_spread(-p.zero.astype(np.float32) * p.scale, repeat, groups))
     if scale is None or (minimum is None and not grid.symmetric):
-        return GridFit(kind=kind(None, "scales or minimums are out of float16's range"))
+        return GridFit(kind=kind(None, f"scales or minimums {OUT_OF_RANGE}"))
     rounded = [name for name, half in (("scales", scale), ("minimums", minimum)) if half is not None and not half[1]]
     remark = f"{' and '.join(rounded)} rounded to float16, by at most 2^-11 of the largest" if rounded else ""
     return GridFit(kind=kind(str(grid), remark), grid=grid, scale=scale[0], minimum=minimum and minimum[0])

@@ -9,6 +9,7 @@ import numpy as np
 
 from ....errors import CheckpointError, UnsupportedModelError
 from ....quantization.number_formats import Array, Float32
+from ..base import printable
 
 if TYPE_CHECKING:
     import torch
@@ -49,9 +50,14 @@ class Module:
             if part not in self.parts:
                 there = next(iter(self.parts.values()))
                 raise CheckpointError(
-                    f"{self._source.where(there)}: {self.names[1]}.{part} is missing beside it; expected {', '.join(parts)}: "
+                    f"{self._source.where(there)}: {printable(self.names[1])}.{part} is missing beside it; expected {', '.join(parts)}: "
                     "download the checkpoint again"
                 )
+
+    def refuse(self, part: str, *, beside: str) -> None:
+        """Raises `CheckpointError` where `part` is stored as well as `beside`, which means the same."""
+        if part in self.parts:
+            raise self.damaged(part, f"is stored beside {beside}, expected one of the two")
 
     def shape(self, part: str, dimensions: int) -> tuple[int, ...]:
         """The part's shape, with so many dimensions and none of them 0."""

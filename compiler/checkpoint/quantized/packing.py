@@ -14,15 +14,20 @@ def unpack(words: Array, bits: int, count: int) -> npt.NDArray[np.uint8]:
     if bits == 8:
         return data[:, :count]
     rows = len(data)
-    codes = np.empty((rows, count), np.uint8)
+    codes = np.empty((rows, -(-count // 8), 8), np.uint8)
     if bits == 4:
-        codes[:, 0::2] = data[:, : -(-count // 2)] & np.uint8(15)
-        codes[:, 1::2] = data[:, : count // 2] >> np.uint8(4)
-        return codes
+        pairs = codes.reshape(rows, -1)[:, :count]
+        pairs[:, 0::2] = data[:, : -(-count // 2)] & np.uint8(15)
+        pairs[:, 1::2] = data[:, : count // 2] >> np.uint8(4)
+        return pairs
     for part in row_slices(rows, count):
-        each = np.unpackbits(data[part], axis=1, count=count * bits, bitorder="little").reshape(-1, count, bits)
-        codes[part] = np.packbits(each, axis=2, bitorder="little")[:, :, 0]
-    return codes
+        octets = np.zeros(codes[part].shape[:2], np.uint64)  # eight codes are so many bytes as a code has bits
+        for i in range(bits):
+            column = data[part, i : codes.shape[1] * bits : bits]
+            octets[:, : column.shape[1]] |= column.astype(np.uint64) << np.uint64(8 * i)
+        for i in range(8):
+            codes[part, :, i] = (octets >> np.uint64(bits * i)).astype(np.uint8) & np.uint8((1 << bits) - 1)
+    return codes.reshape(rows, -1)[:, :count]
 
 
 def unpack_words(words: Array, bits: int, count: int) -> npt.NDArray[np.uint8]:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from ....errors import CheckpointError, UnsupportedModelError
+from ..base import printable
 
 
 class Settings:
@@ -80,12 +81,12 @@ class Settings:
             return None
         if not isinstance(value, dict):
             raise self.wrong(key, "an object")
-        return Settings(value, f"{self.where}.{key}")
+        return Settings(value, f"{self.where}.{printable(key)}")
 
     def wrong(self, key: str, expected: str) -> CheckpointError:
         """The error for an entry that is not what it must be."""
         found = f"is {self.values[key]!r}" if self.values.get(key) is not None else "is absent"
-        return CheckpointError(f"{self.where}.{key} {found[:200]}, expected {expected}")
+        return CheckpointError(f"{self.where}.{printable(key)} {found[:200]}, expected {expected}")
 
     def matches(self, pattern: str, name: str) -> bool:
         """Whether the regular expression matches from the start of `name`."""

@@ -8,6 +8,7 @@
 #include <cstring>
 
 #define LLMC_AMX 1
+#define LLMC_AMX_EMULATION 1
 
 namespace amx_emulation {
 

@@ -24,16 +24,22 @@ static Ctx context(const llmc_model* model, const llmc_step_args* step, int thre
   return {model ? model : &no_model, s, s->num_tokens, s->num_logit_rows, threads};
 }
 
+// Gated epilogues for a format of each kind of tile, and where AMX is emulated the formats with AMX tiles alone: enough, and quick
+// to compile.
+template <Format F>
+constexpr bool kGated = F == Format::f32 || F == Format::bf16 || F == Format::i8 || F == Format::i8g || F == Format::i5a;
+
 template <Format F>
 static void run_linear(const Ctx& ctx, int epilogue, const void* x, const void* w, const void* scale, int group,
                        const float* bias, int rows, int N, int K, float* out, int ldo) {
-  switch (static_cast<Epilogue>(epilogue)) {
-    case Epilogue::none: return linear<F, Epilogue::none>(ctx, x, w, scale, group, bias, rows, N, K, out, ldo);
-    case Epilogue::glu_silu: return linear<F, Epilogue::glu_silu>(ctx, x, w, scale, group, bias, rows, N, K, out, ldo);
-    case Epilogue::glu_gelu_tanh:
-      return linear<F, Epilogue::glu_gelu_tanh>(ctx, x, w, scale, group, bias, rows, N, K, out, ldo);
-    case Epilogue::glu_gelu: return linear<F, Epilogue::glu_gelu>(ctx, x, w, scale, group, bias, rows, N, K, out, ldo);
-  }
+  const auto run = [&](auto kernel) { kernel(ctx, x, w, scale, group, bias, rows, N, K, out, ldo); };
+  if (static_cast<Epilogue>(epilogue) == Epilogue::none) return run(linear<F, Epilogue::none>);
+  if constexpr (kGated<F>) switch (static_cast<Epilogue>(epilogue)) {
+      case Epilogue::glu_silu: return run(linear<F, Epilogue::glu_silu>);
+      case Epilogue::glu_gelu_tanh: return run(linear<F, Epilogue::glu_gelu_tanh>);
+      case Epilogue::glu_gelu: return run(linear<F, Epilogue::glu_gelu>);
+      default: break;
+    }
 }
 
 #define WITH_FORMAT(name, call)           \
@@ -42,12 +48,19 @@ static void run_linear(const Ctx& ctx, int epilogue, const void* x, const void* 
     call;                                 \
   } break;
 
-#define BY_FORMAT(format, call)                                                                                   \
-  switch (static_cast<Format>(format)) {                                                                          \
-    WITH_FORMAT(f32, call) WITH_FORMAT(f16, call) WITH_FORMAT(bf16, call) WITH_FORMAT(i8, call) WITH_FORMAT(i8g, call) \
-    WITH_FORMAT(i3, call) WITH_FORMAT(i4, call) WITH_FORMAT(i5, call) WITH_FORMAT(i6, call)                        \
-    WITH_FORMAT(i3a, call) WITH_FORMAT(i4a, call) WITH_FORMAT(i5a, call) WITH_FORMAT(i6a, call) WITH_FORMAT(i8a, call) \
+#ifdef LLMC_AMX_EMULATION
+#define BY_FORMAT(format, call)                                                   \
+  switch (static_cast<Format>(format)) {                                          \
+    WITH_FORMAT(bf16, call) WITH_FORMAT(i8, call) default: break;                 \
   }
+#else
+#define BY_FORMAT(format, call)                                                                                        \
+  switch (static_cast<Format>(format)) {                                                                               \
+    WITH_FORMAT(f32, call) WITH_FORMAT(f16, call) WITH_FORMAT(bf16, call) WITH_FORMAT(i8, call) WITH_FORMAT(i8g, call) \
+    WITH_FORMAT(i3, call) WITH_FORMAT(i4, call) WITH_FORMAT(i5, call) WITH_FORMAT(i6, call) WITH_FORMAT(i3a, call)     \
+    WITH_FORMAT(i4a, call) WITH_FORMAT(i5a, call) WITH_FORMAT(i6a, call) WITH_FORMAT(i8a, call)                        \
+  }
+#endif
 
 // One format for each kind of operand.
 #define BY_OPERAND(format, call)                                                                               \
@@ -141,21 +154,22 @@ static void run_attention(const Ctx& ctx, const AttentionCall& a, int decode) {
   if constexpr (KV::kPacked) keep_newest<D>(ctx, a.qkv, a.HQ, a.HKV, a.place);
 }
 
-// kv: 0 f32, 1 bf16, 2 fp8, 3 int8, 4 int4; a head of 256 for the first two alone, to keep this quick to compile.
-#define BY_KV(D, kv, name, ...)                              \
-  switch (kv) {                                              \
-    case 0: name<D, KvF32>(__VA_ARGS__); return 0;           \
-    case 1: name<D, KvBf16>(__VA_ARGS__); return 0;          \
-    case 2:                                                  \
-      if constexpr (D < 256) name<D, KvFp8>(__VA_ARGS__);    \
-      return D == 256;                                       \
-    case 3:                                                  \
-      if constexpr (D < 256) name<D, KvInt8>(__VA_ARGS__);   \
-      return D == 256;                                       \
-    case 4:                                                  \
-      if constexpr (D < 256) name<D, KvInt4>(__VA_ARGS__);   \
-      return D == 256;                                       \
-    default: return 1;                                       \
+// kv: 0 f32, 1 bf16, 2 fp8, 3 int8, 4 int4. Not every head size has every type, to keep this quick to compile.
+template <int D, class KV>
+constexpr bool kUnderTest = !KV::kPacked || D == 20 || (D == 80 && std::is_same_v<KV, KvInt4>);
+
+#define IF_UNDER_TEST(D, KV, name, ...)                          \
+  if constexpr (kUnderTest<D, KV>) return name<D, KV>(__VA_ARGS__), 0; \
+  else return 1;
+
+#define BY_KV(D, kv, name, ...)                         \
+  switch (kv) {                                         \
+    case 0: IF_UNDER_TEST(D, KvF32, name, __VA_ARGS__)  \
+    case 1: IF_UNDER_TEST(D, KvBf16, name, __VA_ARGS__) \
+    case 2: IF_UNDER_TEST(D, KvFp8, name, __VA_ARGS__)  \
+    case 3: IF_UNDER_TEST(D, KvInt8, name, __VA_ARGS__) \
+    case 4: IF_UNDER_TEST(D, KvInt4, name, __VA_ARGS__) \
+    default: return 1;                                  \
   }
 
 #define BY_HEAD(D, kv, name, ...)              \

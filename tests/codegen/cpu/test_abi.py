@@ -13,7 +13,7 @@ import pytest
 
 
 def test_version_and_self_test(kernels: Any) -> None:
-    assert kernels.lib.llmc_abi_version() == 1
+    assert kernels.lib.llmc_abi_version() == 2
     assert kernels.lib.llmc_self_test() == 0
 
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
+from llmc.codegen.cpu.formats import MatrixFormat
+from llmc.codegen.cpu.packing import Format, operand_row_bytes
+from llmc.quantization.grid import QuantizedMatrix
 
-FORMATS = ("f32", "bf16", "i8", "i8g", "i4")
-TOLERANCE = {"f32": 3e-6, "bf16": 1e-2, "i8": 1e-4, "i8g": 1e-4, "i4": 1e-4}
+FORMATS = get_args(Format)
+INTEGERS = FORMATS[3:]
+GATED = ("f32", "bf16", "i8", "i8g", "i5a")  # those built with gated epilogues
+TOLERANCE = {"f32": 3e-6, "f16": 3e-6, "bf16": 1e-2, **dict.fromkeys(INTEGERS, 1e-4)}
 ERF = np.vectorize(__import__("math").erf)
 
 
@@ -30,7 +35,7 @@ def test_matches_float64(kernels: Any, matrix: Any, kind: str, rows: int, n: int
     assert _relative_error(kernels.linear(x, w, threads=2), x @ w.values.T) < TOLERANCE[kind]
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", GATED)
 @pytest.mark.parametrize("epilogue", ["glu_silu", "glu_gelu_tanh", "glu_gelu"])
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_gate_up(kernels: Any, matrix: Any, kind: str, epilogue: str, with_bias: bool) -> None:
@@ -60,15 +65,57 @@ def test_bias(kernels: Any, matrix: Any) -> None:
     assert _relative_error(kernels.linear(x, w, bias=bias), want) < TOLERANCE["f32"]
 
 
-@pytest.mark.parametrize("kind", ["i8g", "i4"])
-@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("kind", INTEGERS[1:])
+@pytest.mark.parametrize("group", [64, 128])
 def test_groups(kernels: Any, matrix: Any, kind: str, group: int) -> None:
     w, x = matrix(kind, 40, 320, group=group), _x(4, 320)  # with 128, the last group is half as wide
     got = kernels.linear(x, w)
     assert _relative_error(got, x @ w.values.T) < TOLERANCE[kind]
     np.testing.assert_array_equal(got[3], kernels.linear(x[3:], w)[0])
     ids = np.array([39, 0], np.int32)
-    np.testing.assert_allclose(kernels.embedding(ids, w, 1.0), w.values[ids], rtol=1e-6)
+    np.testing.assert_array_equal(kernels.embedding(ids, w, 1.0), w.values[ids])
+
+
+@pytest.mark.parametrize("kind", INTEGERS)
+@pytest.mark.parametrize("group", [32, 128])
+def test_levels_agree_to_the_bit(kernels: Any, matrix: Any, kind: Any, group: int) -> None:
+    """Where every sum fits the 24 bits of a float32, a level has nothing to round: all give the exact product."""
+    n, k, rows = 49, 320, 5
+    rng = np.random.default_rng(group)
+    grid = MatrixFormat(kind=kind, group=None if kind == "i8" else group).grid
+    assert grid is not None
+    codes = rng.integers(grid.low, grid.high + 1, (n, k))
+    codes[:, 0] = 1
+    powers = 2.0 ** -rng.integers(3, 6, (n, grid.num_groups(k)))
+    w = matrix(
+        kind,
+        n,
+        k,
+        group=group,
+        value=QuantizedMatrix(
+            grid=grid,
+            codes=codes.astype(np.int8 if grid.symmetric else np.uint8),
+            scale=powers.astype(np.float32 if kind == "i8" else np.float16),
+            minimum=None if grid.symmetric else (powers * rng.integers(-8, 9, powers.shape)).astype(np.float16),
+        ),
+    )
+    x = rng.integers(-300, 301, (rows, k)).astype(np.float32)
+    x[:, 0] = 32512  # the largest magnitude, which makes the step of the 16-bit integers 1
+    np.testing.assert_array_equal(kernels.linear(x, w), x.astype(np.float64) @ w.values.T)
+
+
+@pytest.mark.parametrize("kind", INTEGERS)
+def test_groups_of_zeros(kernels: Any, matrix: Any, kind: str) -> None:
+    values = _x(20, 130, seed=3)
+    values[:, 32:64] = values[7] = 0
+    w, x = matrix(kind, 20, 130, value=values), _x(2, 130)
+    got = kernels.linear(x, w)
+    assert (got[:, 7] == 0).all()
+    assert _relative_error(got, x @ w.values.T) < TOLERANCE[kind]
+    rows = kernels.embedding(np.array([7, 8], np.int32), w, 1.0)
+    assert (rows[0] == 0).all()
+    assert (rows[1, 32:64] == 0).all()
+    assert (rows[1, 64:] != 0).any()
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -81,21 +128,19 @@ def test_row_does_not_depend_on_batch_or_threads(kernels: Any, matrix: Any, kind
         np.testing.assert_array_equal(batch[row], kernels.linear(x[row : row + 1], w, threads=2)[0])
 
 
-@pytest.mark.parametrize(("kind", "group"), [("i8", 32), ("i8g", 32), ("i8g", 128), ("i4", 32), ("i4", 128)])
+@pytest.mark.parametrize("kind", INTEGERS)
+@pytest.mark.parametrize("group", [32, 128])
 def test_integer_extremes(kernels: Any, matrix: Any, kind: str, group: int) -> None:
     """Full-scale rows of one sign, where saturating or wrapping arithmetic would show."""
     k = 2048
     w = matrix(kind, 32, k, group=group)
-    for value in (1.0, -1.0):
-        x = np.full((2, k), value, np.float32)
-        assert _relative_error(kernels.linear(x, w), x @ w.values.T) < 1e-4
-    scale = w.scale.astype(np.float64)
-    total = k * scale if kind == "i8" else group * scale.sum(axis=1).reshape(-1)
     x = np.ones((2, k), np.float32)
     x[1] = -1.0
-    for byte, weight in ((0, -8 if kind == "i4" else -128), (255, 7 if kind == "i4" else 127)):  # the lowest, the highest
+    assert _relative_error(kernels.linear(x, w), x @ w.values.T) < 1e-4
+    for byte in (0, 255):  # the lowest code, the highest
         w.data[:] = byte
-        assert _relative_error(kernels.linear(x, w), weight * np.stack((total, -total))) < 1e-4
+        values = w.format.unpack([w.data, w.scale], (32, k)).astype(np.float64)
+        assert _relative_error(kernels.linear(x, w), x @ values.T) < 1e-4
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -144,8 +189,6 @@ def _void_p() -> Any:
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_operand_size_is_known_to_the_planner(kernels: Any, kind: Any) -> None:
-    from llmc.codegen.cpu.packing import operand_row_bytes
-
     number = FORMATS.index(kind)
     for k in (1, 63, 64, 65, 640, 2048):
         for group in (32, 64, 128):
@@ -155,8 +198,9 @@ def test_operand_size_is_known_to_the_planner(kernels: Any, kind: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_embedding(kernels: Any, matrix: Any, kind: str) -> None:
-    w = matrix(kind, 50, 72)
+@pytest.mark.parametrize("k", [72, 8, 128])
+def test_embedding(kernels: Any, matrix: Any, kind: str, k: int) -> None:
+    w = matrix(kind, 50, k)
     ids = np.array([0, 49, 17, 17, 3], np.int32)
-    want = (w.values[ids].astype(np.float32) * np.float32(1.5)).astype(np.float64)
-    np.testing.assert_allclose(kernels.embedding(ids, w, 1.5, threads=2), want, rtol=1e-6)
+    want = w.values[ids].astype(np.float32) * np.float32(1.5)
+    np.testing.assert_array_equal(kernels.embedding(ids, w, 1.5, threads=2), want)

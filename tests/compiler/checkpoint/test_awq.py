@@ -148,6 +148,7 @@ def _cut(tensors: dict[str, torch.Tensor], part: str) -> None:
         (lambda t: t.pop(f"{Q_PROJ}.scales"), "q_proj.scales is missing beside it; expected qweight, scales, qzeros"),
         (lambda t: t.pop(f"{Q_PROJ}.qweight"), "q_proj.qweight is missing"),
         (lambda t: t.pop(f"{Q_PROJ}.qzeros"), "q_proj.qzeros is missing"),
+        (lambda t: t.update({"a\nb.qweight": torch.zeros(8, 1, dtype=torch.int32)}), r"'a\\nb'.scales is missing beside it"),
         (lambda t: _cut(t, "scales"), r"q_proj.scales: has shape \[2, 63\], expected \[2, 64\]"),
         (lambda t: _cut(t, "qzeros"), r"q_proj.qzeros: has shape \[2, 7\], expected \[2, 8\]"),
         (lambda t: _cut(t, "qweight"), r"q_proj.scales: has shape \[2, 64\], expected \[2, 56\]"),

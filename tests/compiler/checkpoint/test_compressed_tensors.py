@@ -253,7 +253,7 @@ def test_scales_of_the_kv_cache_are_noted(quantized: Any, write: Any, tmp_path: 
     quantized.edit(tmp_path, lambda tensors: tensors.update(scales))
     notes = open_checkpoint(str(tmp_path)).quantization.notes
     assert notes[0].startswith("the config's kv_cache_scheme is not used")
-    assert notes[1].startswith("4 stored scales of KV cache are not used")
+    assert notes[1].startswith("4 stored scales of the KV cache are not used")
 
 
 @pytest.mark.parametrize("with_scales", [False, True])
@@ -290,6 +290,7 @@ def _weights(**changes: Any) -> Callable[[dict[str, Any]], None]:
         (lambda c: c.update(sparsity_config={"format": "sparse-24-bitmask"}), "sparse weights are not supported"),
         (lambda c: c.update(transform_config={"config_groups": {"u": {}}}), "transforms are not supported"),
         (lambda c: c.update(config_groups={"W4A16": ["Linear"]}), r"W4A16 is \['Linear'\], expected an object"),
+        (lambda c: c.update(config_groups={"a\nb": 3}), r"config_groups.'a\\nb' is 3, expected an object"),
         (lambda c: c.update(config_groups={}), "no target matches model.layers.0.mlp.down_proj"),
         (lambda c: c["config_groups"]["group_0"].update(targets=["re:["]), "is not a regular expression"),
         (_weights(num_bits=16), "num_bits is 16; supported: 2 to 8"),
@@ -320,6 +321,10 @@ def test_a_config_that_does_not_fit(change: Callable[[Any], Any], words: str, wr
     [
         (lambda t: t.pop(f"{Q_PROJ}.weight_scale"), "q_proj.weight_scale is missing"),
         (lambda t: t.pop(f"{Q_PROJ}.weight_shape"), "q_proj.weight_shape is missing"),
+        (
+            lambda t: t.update({f"{Q_PROJ}.weight": torch.ones(64, 64).to(torch.int8)}),
+            "is stored beside weight, expected one of the two",
+        ),
         (lambda t: t[f"{Q_PROJ}.weight_shape"].fill_(-1), r"weight_shape: holds \[-1, -1\], expected two positive sizes"),
         (lambda t: t[f"{Q_PROJ}.weight_shape"].copy_(torch.tensor([64, 1 << 39])), "weight_packed: has shape"),
         (lambda t: t[f"{Q_PROJ}.weight_scale"].fill_(float("-inf")), "128 scales that are NaN or infinite"),

@@ -119,7 +119,7 @@ def test_scales_of_activations_are_noted(write: Any, quantized: Any, tmp_path: P
     quantized.edit(tmp_path, lambda tensors: tensors.update(kv))
     notes = open_checkpoint(str(tmp_path)).quantization.notes
     assert notes == (
-        "4 stored scales of KV cache are not used: the KV cache has the format chosen here",
+        "4 stored scales of the KV cache are not used: the KV cache has the format chosen here",
         "14 stored scales of activations are not used: activations are quantised as the target does it",
     )
 

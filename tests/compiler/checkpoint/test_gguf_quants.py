@@ -118,6 +118,14 @@ def test_lowest_code_of_eight_bits_is_kept(tmp_path: Path) -> None:
     assert np.array_equal(matrix.dequantize(), values)
 
 
+def test_products_beyond_float16_are_converted(tmp_path: Path) -> None:
+    blocks = random_blocks("Q4_K", ROWS * COLUMNS // 256)
+    blocks[:, :4] = np.array([6e4, 6e4], np.float16).view(np.uint8)
+    stored, _ = weight(tmp_path, "Q4_K", blocks)
+    assert stored.matrix() is None
+    assert str(stored.kind()) == "Q4_K: converted (scales and minimums out of float16's range)"
+
+
 @pytest.mark.parametrize("name", ["Q8_0", "Q4_1", "Q4_K"])
 def test_scales_that_are_not_finite(name: str, tmp_path: Path) -> None:
     blocks = random_blocks(name, ROWS * COLUMNS // gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]][0])

@@ -235,6 +235,10 @@ def test_a_config_that_does_not_fit(changes: dict[str, Any], words: str, write: 
     [
         (lambda t: t.pop(f"{Q_PROJ}.scales"), "q_proj.scales is missing"),
         (lambda t: t.pop(f"{Q_PROJ}.qzeros"), "q_proj.qzeros is missing"),
+        (
+            lambda t: t.update({f"{Q_PROJ}.weight": torch.ones(64, 64)}),
+            r"weight: is stored beside qweight, expected one of the two",
+        ),
         (lambda t: t.update({f"{Q_PROJ}.g_idx": torch.zeros(63, dtype=torch.int32)}), r"has shape \[63\], expected \[64\]"),
         (lambda t: t[f"{Q_PROJ}.g_idx"].fill_(2), "g_idx: holds groups 2 to 2, expected 0 to 1"),
         (lambda t: t[f"{Q_PROJ}.g_idx"].fill_(-(2**31)), "holds groups -2147483648 to -2147483648, expected 0 to 1"),

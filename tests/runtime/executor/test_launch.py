@@ -61,6 +61,6 @@ def test_inputs_are_laid_out_without_overlap() -> None:
         values = getattr(batch, name)
         np.testing.assert_array_equal(buffer[start : start + values.nbytes].view(np.int32), values.reshape(-1))
     assert (buffer[layout.num_bytes :] == 0xCD).all()
-    assert set(layout.offsets) == set(StepBatch.__slots__)
+    assert set(layout.offsets) == set(StepBatch.__slots__) - {"slots", "slot_start"}  # those are of CPU programs
     largest = InputLayout.of(num_tokens=5, num_seqs=3, num_rows=2, max_blocks=4)
     assert largest.num_bytes >= layout.num_bytes

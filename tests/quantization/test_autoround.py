@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+import torch
+from llmc.errors import PassError
+from llmc.quantization import autoround as module
+from llmc.quantization.autoround import autoround, autoround_block
+from llmc.quantization.grid import Grid, QuantizedMatrix
+from llmc.quantization.round_to_nearest import round_to_nearest
+from torch import Tensor
+
+
+def grid_of(name: str) -> Grid:
+    grid = Grid.parse(name)
+    assert grid is not None
+    return grid
+
+
+def inputs(tokens: int, k: int, seed: int) -> Tensor:
+    """Correlated inputs; the seed settles which, the source is the same for all."""
+    mixing = torch.randn(k, k, generator=torch.Generator().manual_seed(99)) * torch.arange(1, k + 1).rsqrt()[:, None]
+    return torch.randn(tokens, k, generator=torch.Generator().manual_seed(seed)) @ mixing
+
+
+def weights(n: int, k: int, seed: int = 0) -> Tensor:
+    return torch.randn(n, k, generator=torch.Generator().manual_seed(seed))
+
+
+def output_error(w: Tensor, matrix: QuantizedMatrix, x: Tensor) -> float:
+    return float(((torch.from_numpy(matrix.dequantize()) - w) @ x.T).square().sum() / (w @ x.T).square().sum())
+
+
+@pytest.mark.parametrize("name", ["int3-g32", "int4-g32", "int4-g64-asym", "int8"])
+def test_a_layer_learns_to_lose_less_on_unseen_inputs(name: str) -> None:
+    w, x, unseen = weights(24, 160), inputs(1200, 160, 1), inputs(1200, 160, 2)
+    hessian = 2 * x.T @ x / len(x)
+    matrix, record = autoround(w, hessian, grid_of(name))
+    nearest = round_to_nearest(w, grid_of(name), hessian.diagonal())
+    assert output_error(w, matrix, unseen) < 0.8 * output_error(w, nearest, unseen)
+    assert record.loss < 0.8 * record.loss_before
+    assert 100 < record.best_step <= 200
+
+
+def test_the_loss_recorded_is_that_of_the_matrix_returned() -> None:
+    w, x = weights(10, 100), inputs(400, 100, 1)
+    hessian = 2 * x.T @ x / len(x)
+    for name in ("int4-g32", "int4-g32-asym"):
+        matrix, record = autoround(w, hessian, grid_of(name), steps=30)
+        ridge = hessian + 0.1 * hessian.diagonal().mean() * torch.eye(100)
+        delta = torch.from_numpy(matrix.dequantize()) - w
+        assert record.loss == pytest.approx(float((delta @ ridge * delta).sum() / (w @ ridge * w).sum()), rel=1e-4)
+
+
+def test_rows_are_learnt_alone_and_the_same_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    w, x = weights(20, 96), inputs(300, 96, 1)
+    hessian = 2 * x.T @ x / len(x)
+    matrix, _ = autoround(w, hessian, grid_of("int4-g32"), steps=20)
+    again, _ = autoround(w, hessian, grid_of("int4-g32"), steps=20)
+    assert matrix.codes.tobytes() + matrix.scale.tobytes() == again.codes.tobytes() + again.scale.tobytes()
+    monkeypatch.setattr(module, "_ROW_VALUES", 96 * 6)
+    blocks, _ = autoround(w, hessian, grid_of("int4-g32"), steps=20)
+    assert (blocks.codes == matrix.codes).mean() > 0.99
+
+
+@pytest.mark.parametrize("name", ["int4-g32", "int4-g32-asym", "int4-g128", "int8"])
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (3, 20), (2, 100)])
+def test_odd_shapes_and_groups_of_one_value(name: str, n: int, k: int) -> None:
+    w, x = weights(n, k), inputs(50, k, 1)
+    w[0] = 0.25
+    w[-1, : k // 2] = 0
+    matrix, record = autoround(w, 2 * x.T @ x / 50, grid_of(name), steps=10)
+    assert matrix.shape == (n, k)
+    assert np.isfinite(matrix.dequantize()).all()
+    assert 0 <= record.loss <= record.loss_before
+
+
+def mlp(x: list[Tensor]) -> module.Block:
+    def block(w: Mapping[str, Tensor], index: int) -> Tensor:
+        return torch.nn.functional.silu(x[index] @ w["gate"].T) * (x[index] @ w["up"].T) @ w["down"].T
+
+    return block
+
+
+def test_a_block_learns_all_its_matrices_together() -> None:
+    matrices = {"gate": weights(64, 48, 1), "up": weights(64, 48, 2), "down": weights(48, 64, 3)}
+    grids = {"gate": grid_of("int3-g32"), "up": grid_of("int4-g32-asym"), "down": grid_of("int3-g32")}
+    seen, unseen = [inputs(100, 48, i) for i in range(6)], [inputs(100, 48, i) for i in range(6, 9)]
+    targets = [mlp(seen)(matrices, i) for i in range(6)]
+    found, record = autoround_block(matrices, grids, mlp(seen), targets)
+    again, _ = autoround_block(matrices, grids, mlp(seen), targets)
+    assert {name: matrix.grid for name, matrix in found.items()} == grids
+    for name, matrix in found.items():
+        assert matrix.codes.tobytes() + matrix.scale.tobytes() == again[name].codes.tobytes() + again[name].scale.tobytes()
+
+    def error(x: list[Tensor], values: Mapping[str, QuantizedMatrix]) -> float:
+        dense = {name: torch.from_numpy(matrix.dequantize()) for name, matrix in values.items()}
+        outputs = [(mlp(x)(dense, i), mlp(x)(matrices, i)) for i in range(len(x))]
+        return float(sum((a - b).square().sum() for a, b in outputs) / sum(b.square().sum() for _, b in outputs))
+
+    nearest = {name: round_to_nearest(w, grids[name]) for name, w in matrices.items()}
+    assert record.loss_before == pytest.approx(error(seen, nearest), rel=1e-3)
+    assert record.loss == pytest.approx(error(seen, found), rel=1e-3)
+    assert error(unseen, found) < 0.8 * error(unseen, nearest)
+
+
+def test_a_block_that_cannot_be_improved_stays_rounded_to_nearest() -> None:
+    w = {"w": torch.full((2, 32), 0.5)}
+    found, record = autoround_block(w, {"w": grid_of("int4-g32")}, lambda v, _: v["w"], [w["w"]], steps=5)
+    assert (record.loss, record.best_step) == (0.0, 0)
+    assert np.array_equal(found["w"].dequantize(), np.full((2, 32), 0.5, np.float32))
+
+
+def test_arguments_that_do_not_fit_are_refused() -> None:
+    w, grid = torch.ones(2, 8), grid_of("int4-g32")
+    with pytest.raises(PassError, match=r"autoround: H has shape \[9, 9\], expected \[8, 8\]"):
+        autoround(w, torch.eye(9), grid)
+    with pytest.raises(PassError, match="autoround: steps=0"):
+        autoround(w, torch.eye(8), grid, steps=0)
+    with pytest.raises(PassError, match="autoround: the loss is not finite"):
+        autoround(torch.full((2, 8), torch.nan), torch.eye(8), grid)
+    with pytest.raises(PassError, match="give one grid for each weight"):
+        autoround_block({"a": w}, {"b": grid}, lambda v, _: v["a"], [w])
+    with pytest.raises(PassError, match="no minibatches"):
+        autoround_block({"a": w}, {"a": grid}, lambda v, _: v["a"], [])
+    with pytest.raises(PassError, match=r"minibatch 0 has shape \[2, 8\], its target \[2, 9\]"):
+        autoround_block({"a": w}, {"a": grid}, lambda v, _: v["a"], [torch.ones(2, 9)])
+    with pytest.raises(PassError, match="output on minibatch 0 is not finite"):
+        autoround_block({"a": w}, {"a": grid}, lambda v, _: v["a"] * torch.inf, [w])
