@@ -121,6 +121,10 @@ class Backend(Protocol):
         """Formats that a matrix may be given, among which an allocator chooses."""
         ...
 
+    def format_for(self, stored: str) -> str | None:
+        """The format that keeps a checkpoint's matrix as it is, from the name of its grid or `fp8`; None if there is none."""
+        ...
+
     @property
     def kv_candidates(self) -> Sequence[str]:
         """KV dtypes that a layer may be given; one if layers cannot differ."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import fx
 
-from ..codegen import Backend, LoweredProgram, ModelShape
+from ..codegen import Backend, LoweredProgram, ModelShape, make_backend
 from ..codegen.bundle_writer import BundleWriter, check_output
 from ..environment import DUMP_DIR
 from ..errors import UsageError
@@ -24,6 +24,7 @@ from .model_files import model_facts, toolchain, truncate_layers, write_model_fi
 from .options import CompileOptions, QuantizationOptions
 from .progress import Progress, Silent
 from .report import CompileReport, TargetReport
+from .stored_formats import stored_formats
 from .trace import trace
 from .verify_passes import VerifyPasses
 from .weights import WeightStore
@@ -128,6 +129,8 @@ class _Compile:
         """The weights of each target: quantised with calibration if that is asked for; the back ends then have the formats chosen."""
         if not self.options.calibrates or self.options.dry_run:
             store = WeightStore(checkpoint)
+            if self.options.keeps_stored(checkpoint):
+                self._keep_stored(store, traced, report)
             return {backend.target.name: store for backend in self.backends}
         from .calibrate import TargetQuantizer
 
@@ -144,6 +147,16 @@ class _Compile:
                 report.quantization[backend.target.name] = done.report
                 self.calibrated[backend.target.name] = done
         return stores
+
+    def _keep_stored(self, store: WeightStore, traced: fx.GraphModule, report: CompileReport) -> None:
+        """Give the back ends the formats in which the checkpoint is quantised already, and tell what becomes of what."""
+        for index, backend in enumerate(self.backends):
+            formats = stored_formats(backend, traced, store)
+            options = replace(self.options.program_options(), formats=formats)
+            self.backends[index] = make_backend(backend.target, options)
+            report.notes.append(f"{backend.target.name}: {len(formats)} matrices keep the codes they are stored in")
+        if store.checkpoint.quantization is not None:
+            report.notes += store.checkpoint.quantization.lines()
 
     def _program(
         self, backend: Backend, traced: fx.GraphModule, store: WeightStore, report: CompileReport

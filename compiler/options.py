@@ -12,6 +12,8 @@ from ..quantization.method import Method
 from ..runtime.program import CPU_LEVELS
 from ..runtime.program import KV_DTYPES as STORED_KV_DTYPES
 from ..targets import Target, resolve_target
+from .checkpoint import Checkpoint
+from .stored_formats import STORED
 
 DEFAULT_TARGET = "cpu-int8"
 NATIVE = "native"  # the highest level of the compiling machine
@@ -89,6 +91,13 @@ class CompileOptions:
         """Whether the model has to be run: for a method that looks at activations, to choose KV dtypes, or to keep to a limit."""
         return self.quantize.calibrates or self.kv_dtype == AUTO
 
+    def keeps_stored(self, checkpoint: Checkpoint) -> bool:
+        """Whether a quantised checkpoint's formats are kept: if asked for, and for Hugging Face folders unless another is asked for."""
+        if self.quantization == STORED and checkpoint.quantization is None:
+            raise UsageError(f"--quantization {STORED}: {checkpoint.path} is not quantised; name a format")
+        is_folder = checkpoint.path.is_dir() and checkpoint.quantization is not None
+        return self.quantization == STORED or (self.quantization is None and is_folder)
+
     def backends(self) -> list[Backend]:
         """A code generator for each target, in the order given. Raises `TargetError` and `UsageError`."""
         options = self.program_options()
@@ -107,7 +116,7 @@ class CompileOptions:
     def program_options(self) -> ProgramOptions:
         """What every target's program is asked for."""
         return ProgramOptions(
-            quantization=self.quantization,
+            quantization=None if self.quantization == STORED else self.quantization,
             prefill_quantization=self.prefill_quantization,
             kv_dtype=None if self.kv_dtype == AUTO else self.kv_dtype,
             max_tokens=self.max_tokens,
@@ -120,7 +129,7 @@ class CompileOptions:
 
     def _with_quantization(self, target: Target) -> Target:
         """The target with the scheme that `quantization` asks for: `int4-g64` is scheme `int4`."""
-        if self.quantization is None:
+        if self.quantization in (None, STORED):
             return target
         scheme = self.quantization.split("-")[0]
         if not target.supports(scheme):

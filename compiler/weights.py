@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
 from ..passes.graph import Weight, WeightTable
 from ..quantization.grid import Grid, MatrixValue, QuantizedMatrix, stack
-from ..quantization.number_formats import Array
+from ..quantization.number_formats import Array, Fp8Matrix
 from ..quantization.quantized_model import QuantizedModel
 from ..quantization.rescale import Rescaling
 from .checkpoint import Checkpoint
@@ -66,38 +67,43 @@ class WeightStore:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def value(self, name: str, weight: Weight) -> MatrixValue:
-        """What is packed for graph weight `name`: a matrix on the grid of its format if there is one, else float32."""
+        """What is packed for graph weight `name`: a matrix in its format if there is one, else float32."""
         grid = Grid.parse(weight.format)
-        if grid is not None:
+        if grid is not None or weight.format == "fp8":
             matrix = self.quantized.matrix(name) or self._kept(weight)
-            if matrix is not None and matrix.grid == grid:
+            if matrix is not None and (matrix.grid == grid if isinstance(matrix, QuantizedMatrix) else grid is None):
                 return matrix
         return self.read(weight).numpy()
 
     def decoded(self, name: str, weight: Weight) -> Tensor:
         """The weight as it comes back from its stored format, in float32."""
         value = self.value(name, weight)
-        if isinstance(value, QuantizedMatrix):
+        if not isinstance(value, np.ndarray):
             return torch.from_numpy(value.dequantize())
         if weight.format == "f32" or value.ndim != 2:
             return torch.from_numpy(value)
         assert self.decode_matrix is not None
         return torch.from_numpy(self.decode_matrix(value, weight.format))
 
-    def kept_grid(self, weight: Weight) -> Grid | None:
-        """The grid that the checkpoint stores all of a weight's sources on; None if there is none or they differ."""
-        matrix = self._kept(weight)
-        return None if matrix is None else matrix.grid
+    def kept_format(self, weight: Weight) -> str | None:
+        """The grid, or `fp8`, that the checkpoint stores all of a weight's sources in; None if there is none or they differ."""
+        stored = self.checkpoint.quantization
+        if stored is None:
+            return None
+        formats = {name: kind.kept_as for kind, names in stored.tensors.items() for name in names}
+        found = {formats.get(self._stored(source)) for source in weight.sources}
+        return found.pop() if len(found) == 1 else None
 
-    def _kept(self, weight: Weight) -> QuantizedMatrix | None:
+    def _kept(self, weight: Weight) -> QuantizedMatrix | Fp8Matrix | None:
         """The codes as the checkpoint stores them, where no rescaling is in the way."""
-        if len(weight.shape) != 2 or any(source in self.quantized.rescaling for source in weight.sources):
+        if self.kept_format(weight) is None or any(source in self.quantized.rescaling for source in weight.sources):
             return None
         parts = [self.checkpoint.stored_matrix(self._stored(source)) for source in weight.sources]
         matrices = [part for part in parts if isinstance(part, QuantizedMatrix)]
-        if len(matrices) < len(parts) or len({matrix.grid for matrix in matrices}) != 1:
-            return None
-        return matrices[0] if len(matrices) == 1 else stack(matrices)
+        if len(matrices) == len(parts):
+            return stack(matrices)
+        numbers = [part for part in parts if isinstance(part, Fp8Matrix)]
+        return Fp8Matrix(bits=np.concatenate([m.bits for m in numbers]), scale=np.concatenate([m.scale for m in numbers]))
 
     def _stored(self, source: str) -> str:
         if source not in self.checkpoint.tensor_names() and source in _TIED:

@@ -13,7 +13,7 @@ from torch import fx
 from ..codegen import LoweredProgram, StoredWeight
 from ..codegen.bundle_writer import SafetensorsWriter
 from ..passes.graph import WeightTable
-from ..quantization.grid import MatrixValue, QuantizedMatrix
+from ..quantization.grid import MatrixValue
 from ..quantization.number_formats import Array
 from .weights import WeightStore
 
@@ -78,7 +78,7 @@ class WeightPlan:
         if name in table.constants:
             return np.asarray(table.constants[name].numpy(), dtype=np.float32)
         value = store.value(name, table[name])
-        if not isinstance(value, QuantizedMatrix):
+        if isinstance(value, np.ndarray):
             floats[id(store)] = value
         return value
 

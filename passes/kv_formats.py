@@ -50,7 +50,7 @@ def round_kv(x: Tensor, format: str) -> Tensor:
 
 def _round_int4(x: Tensor) -> Tensor:
     padding = -x.shape[-1] % _INT4_GROUP
-    groups = functional.pad(x, (0, padding)).unflatten(-1, (-1, _INT4_GROUP))  # [..., G, 32]
+    groups = functional.pad(x, (0, padding)).reshape(*x.shape[:-1], -1, _INT4_GROUP)  # [..., G, 32]
     extreme = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
     scale = round_bf16(extreme / -8)
     numbers = torch.round(groups / torch.where(scale == 0, 1.0, scale)).clamp(-8, 7)
@@ -71,11 +71,11 @@ def hadamard(x: Tensor) -> Tensor:
     """
     width = x.shape[-1]
     block = width & -width
-    out = x.unflatten(-1, (-1, block))  # [..., width / block, block]
+    out = x
     step = 1
     while step < block:
-        pairs = out.unflatten(-1, (-1, 2, step))
+        pairs = out.reshape(*x.shape[:-1], -1, 2, step)  # [..., D / 2 step, 2, step]
         first, second = pairs[..., 0, :], pairs[..., 1, :]
         out = torch.stack((first + second, first - second), -2).flatten(-3)
         step *= 2
-    return (out / math.sqrt(block)).flatten(-2)
+    return out / math.sqrt(block)

@@ -9,7 +9,7 @@ from typing import Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from .number_formats import Array, Float32, round_up, row_slices
+from .number_formats import Array, Float32, Fp8Matrix, round_up, row_slices
 
 COLUMN_ALIGN: Final = 64
 """The multiple to which columns are padded before they are divided into groups."""
@@ -131,13 +131,15 @@ class QuantizedMatrix:
         return out
 
 
-MatrixValue: TypeAlias = "Array | QuantizedMatrix"
-"""A matrix for a packer: float32, to be rounded to nearest on the way, or already on the grid of its format."""
+MatrixValue: TypeAlias = "Array | QuantizedMatrix | Fp8Matrix"
+"""A matrix for a packer: float32, to be rounded to nearest on the way, or already in its format."""
 
 
 def stack(parts: list[QuantizedMatrix]) -> QuantizedMatrix:
     """The rows of all parts, which are on one grid."""
     first = parts[0]
+    if len(parts) == 1:
+        return first
     minimums = [part.minimum for part in parts if part.minimum is not None]
     return QuantizedMatrix(
         grid=first.grid,

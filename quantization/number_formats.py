@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -73,3 +74,33 @@ def from_fp8(bits: npt.NDArray[np.uint8], *, fnuz: bool) -> Float32:
     dtype = torch.float8_e4m3fnuz if fnuz else torch.float8_e4m3fn
     values: Float32 = torch.from_numpy(np.ascontiguousarray(bits)).view(dtype).to(torch.float32).numpy()
     return values
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fp8Matrix:
+    """A matrix `[N, K]` in E4M3 with a float32 scale a row: `e4m3(bits[n, k]) * scale[n]`.
+
+    `bits` is uint8 `[N, K]` of the variant with NaN and without infinities (largest value 448), `scale` float32 `[N]`.
+    """
+
+    bits: npt.NDArray[np.uint8]
+    scale: Float32
+
+    def __post_init__(self) -> None:
+        if self.scale.shape != self.bits.shape[:1] or self.scale.dtype != np.float32 or self.bits.dtype != np.uint8:
+            raise ValueError(
+                f"fp8: scale {self.scale.shape} {self.scale.dtype} does not fit {self.bits.shape} {self.bits.dtype}"
+            )
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """`(N, K)`."""
+        n, k = self.bits.shape
+        return n, k
+
+    def dequantize(self) -> Float32:
+        """The float32 values `[N, K]`."""
+        out = np.empty(self.shape, np.float32)
+        for rows in row_slices(*self.shape):
+            out[rows] = from_fp8(self.bits[rows], fnuz=False) * self.scale[rows, None]
+        return out

@@ -41,7 +41,7 @@ QUANTIZATIONS = {
     **{str(grid): QuantizeOptions(weights=str(grid), head=_HEAD) for grid in _GRIDS},
 }
 
-CANDIDATES = tuple(f"int{bits}-g{group}" for bits in BITS for group in (32, 64)) + ("int8-g128", "bf16")
+CANDIDATES = (*(f"int{bits}-g{group}" for bits in BITS for group in (32, 64)), "int8-g128", "bf16")
 
 
 class CpuBackend:
@@ -68,6 +68,10 @@ class CpuBackend:
     def candidates(self) -> tuple[str, ...]:
         """Grids that no other matches in bytes with less error, and bf16."""
         return CANDIDATES
+
+    def format_for(self, stored: str) -> str | None:
+        """Every grid has a format of the same name; fp8 has none."""
+        return stored if Grid.parse(stored) else None
 
     @property
     def kv_candidates(self) -> tuple[str, ...]:

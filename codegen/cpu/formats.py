@@ -63,8 +63,10 @@ class MatrixFormat:
         """The data tensor and, for integers, the scale tensor of a matrix `[N, K]`."""
         grid = self.grid
         if grid is not None:
-            return self._pack_integers(value if isinstance(value, QuantizedMatrix) else round_to_nearest(value, grid), grid)
-        assert not isinstance(value, QuantizedMatrix), f"{self} holds no integers"
+            matrix = round_to_nearest(value, grid) if isinstance(value, np.ndarray) else value
+            assert isinstance(matrix, QuantizedMatrix), f"{self} holds integers"
+            return self._pack_integers(matrix, grid)
+        assert isinstance(value, np.ndarray), f"{self} holds no integers"
         if self.kind == "bf16":
             return [packing.pack_bf16(to_bf16(value))]
         return [packing.pack_f32(value) if self.kind == "f32" else packing.pack_f16(value)]

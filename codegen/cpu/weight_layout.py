@@ -63,7 +63,7 @@ class StoredWeight:
 
     def _pack(self, value: MatrixValue) -> list[Array]:
         if self.format is None:
-            assert not isinstance(value, QuantizedMatrix), f"{self.name} is a vector"
+            assert isinstance(value, np.ndarray), f"{self.name} is a vector"
             return [packing.pack_vector(value + np.float32(self.offset))]
         return self.format.pack(value)
 
@@ -75,7 +75,8 @@ class StoredWeight:
 
 def _halves(value: MatrixValue) -> tuple[MatrixValue, MatrixValue]:
     middle = value.shape[0] // 2
-    if isinstance(value, QuantizedMatrix):
+    if not isinstance(value, np.ndarray):
+        assert isinstance(value, QuantizedMatrix), "no other matrix comes quantised"
         return value.rows(0, middle), value.rows(middle, 2 * middle)
     return value[:middle], value[middle:]
 

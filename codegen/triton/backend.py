@@ -12,7 +12,7 @@ from ...errors import MissingExtraError, TargetError, UsageError
 from ...passes.base import Pass
 from ...passes.pipelines import gpu_pipeline
 from ...passes.quantize import QuantizeOptions
-from ...quantization.grid import GROUP_SIZES
+from ...quantization.grid import GROUP_SIZES, Grid
 from ...quantization.number_formats import Array
 from ...runtime.program import Scheme
 from ...targets import Target
@@ -80,6 +80,13 @@ class GpuBackend:
         """What the device multiplies: packed int4, its 8-bit formats, and bf16."""
         eight = ("fp8-fnuz" if self.fnuz else "fp8",) if self.target.supports("fp8") else ("w8a8",)
         return ("w4a16-g64", "w4a16-g128", *eight, "bf16")
+
+    def format_for(self, stored: str) -> str | None:
+        """fp8 where the device has that variant, and symmetric int4."""
+        if stored == "fp8":
+            return "fp8" if self.target.supports("fp8") and not self.fnuz else None
+        grid = Grid.parse(stored)
+        return f"w4a16-g{grid.group}" if grid is not None and grid.bits == 4 and grid.symmetric else None
 
     @property
     def kv_candidates(self) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from ...errors import UsageError
 from ...quantization.grid import Grid, MatrixValue, QuantizedMatrix
-from ...quantization.number_formats import Array, from_bf16, from_fp8, quantize_fp8, round_up, to_bf16
+from ...quantization.number_formats import Array, Fp8Matrix, from_bf16, from_fp8, quantize_fp8, round_up, to_bf16
 from ...quantization.round_to_nearest import round_to_nearest
 from ...runtime.program import WeightSpec
 
@@ -81,10 +81,14 @@ class GpuFormat:
         n, k = value.shape
         data_shape, *scale_shape = (spec.shape for spec in self.specs("", (n, k)))
         if self.grid is not None:
-            matrix = value if isinstance(value, QuantizedMatrix) else round_to_nearest(value, self.grid)
+            matrix = round_to_nearest(value, self.grid) if isinstance(value, np.ndarray) else value
+            assert isinstance(matrix, QuantizedMatrix), f"{self} holds integers"
             assert matrix.grid == self.grid, f"a matrix on {matrix.grid} for format {self}"
             return self._pack_integers(matrix, data_shape, scale_shape[0])
-        assert not isinstance(value, QuantizedMatrix), f"{self} holds no integers"
+        if isinstance(value, Fp8Matrix):
+            assert self.kind == "fp8", f"E4M3 numbers for format {self}"
+            return [_padded(value.bits, data_shape), _padded(value.scale, scale_shape[0])]
+        assert isinstance(value, np.ndarray), f"{self} holds no integers"
         if self.kind == "bf16":
             return [_padded(to_bf16(value), data_shape)]
         bits, scale = quantize_fp8(value, fnuz=self.kind == "fp8-fnuz")

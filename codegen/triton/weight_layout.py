@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...quantization.grid import MatrixValue, QuantizedMatrix
+from ...quantization.grid import MatrixValue
 from ...quantization.number_formats import Array
 from ...runtime.program import WeightSpec
 from ...runtime.weights import tensor_bytes
@@ -39,5 +39,5 @@ class GpuWeight:
         """The packed tensors of a `value` of `shape`, matching `specs()`."""
         if self.format is not None:
             return self.format.pack(value)
-        assert not isinstance(value, QuantizedMatrix), f"{self.name} is a vector"
+        assert isinstance(value, np.ndarray), f"{self.name} is a vector"
         return [pack_vector(value + np.float32(self.offset))]

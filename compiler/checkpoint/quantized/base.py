@@ -7,42 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-import numpy as np
-import numpy.typing as npt
-
 from ....quantization.grid import QuantizedMatrix
-from ....quantization.number_formats import Float32, from_fp8, row_slices
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fp8Matrix:
-    """A matrix `[N, K]` in E4M3 with a float32 scale a row: `e4m3(bits[n, k]) * scale[n]`.
-
-    `bits` is uint8 `[N, K]` of the variant with NaN and without infinities (largest value 448), `scale` float32 `[N]`.
-    """
-
-    bits: npt.NDArray[np.uint8]
-    scale: Float32
-
-    def __post_init__(self) -> None:
-        if self.scale.shape != self.bits.shape[:1] or self.scale.dtype != np.float32 or self.bits.dtype != np.uint8:
-            raise ValueError(
-                f"fp8: scale {self.scale.shape} {self.scale.dtype} does not fit {self.bits.shape} {self.bits.dtype}"
-            )
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """`(N, K)`."""
-        n, k = self.bits.shape
-        return n, k
-
-    def dequantize(self) -> Float32:
-        """The float32 values `[N, K]`."""
-        out = np.empty(self.shape, np.float32)
-        for rows in row_slices(*self.shape):
-            out[rows] = from_fp8(self.bits[rows], fnuz=False) * self.scale[rows, None]
-        return out
-
+from ....quantization.number_formats import Float32, Fp8Matrix
 
 StoredMatrix: TypeAlias = "QuantizedMatrix | Fp8Matrix"
 """A quantised weight as the checkpoint stores it, ready to be packed without another rounding of its codes."""

@@ -1,0 +1,30 @@
+"""Keeps the formats of a checkpoint that is quantised already."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from ..codegen import Backend
+from ..passes.graph import WeightTable, copy_module
+from ..passes.pipelines import calibration_pipeline
+from .weights import WeightStore
+
+STORED = "stored"
+"""The quantization that keeps what a checkpoint stores."""
+
+
+def stored_formats(backend: Backend, traced: fx.GraphModule, store: WeightStore) -> dict[str, str]:
+    """The format of every matrix that the back end keeps as the checkpoint stores it, by graph name.
+
+    A fused projection is kept where all its parts are stored alike.
+    """
+    module = copy_module(traced)
+    for step in calibration_pipeline():
+        step.run(module)
+    formats: dict[str, str] = {}
+    for name, weight in WeightTable.of(module).items():
+        stored = store.kept_format(weight) if len(weight.shape) == 2 else None
+        format = None if stored is None else backend.format_for(stored)
+        if format is not None:
+            formats[name] = format
+    return formats
