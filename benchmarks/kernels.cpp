@@ -70,7 +70,7 @@ static Peak instruction_peak() {
     __m512i acc[kCount], x = _mm512_set1_epi32(0x3f803f80);
     __asm__ volatile("" : "+v"(x));
     const auto one = [&](__m512i a) {
-      if constexpr (F == Format::f32)
+      if constexpr (F == Format::f32 || F == Format::f16)
         a = _mm512_castps_si512(_mm512_fmadd_ps(_mm512_castsi512_ps(x), _mm512_castsi512_ps(x), _mm512_castsi512_ps(a)));
       else if constexpr (F == Format::bf16)
         a = _mm512_castps_si512(_mm512_dpbf16_ps(_mm512_castsi512_ps(a), reinterpret_cast<__m512bh>(x), reinterpret_cast<__m512bh>(x)));
@@ -83,7 +83,7 @@ static Peak instruction_peak() {
     for (int n = 0; n < kRounds; ++n)
       LLMC_UNROLL for (int i = 0; i < kCount; ++i) acc[i] = one(acc[i]);
   });
-  return {kRounds * double{kCount} / seconds, F == Format::f32 ? 16.0 : 32.0};  // i8, i4: 64 bytes for each of two planes
+  return {kRounds * double{kCount} / seconds, F == Format::f32 || F == Format::f16 ? 16.0 : 32.0};  // integers: 64 bytes for each of two planes
 #else
   return {0, 1};
 #endif
@@ -109,10 +109,11 @@ struct Bench {
   template <Format F>
   void run(const char* name) {
     for (const auto& [N, K] : {std::pair<int, int>{262144, 640}, {32768, 4096}}) {
-      const double bytes = static_cast<double>(N) * K / 16 * (block_stride(F, 64) / 64.0) + (F == Format::i4 ? N / 32.0 * K * 2 : 0);
+      const double bytes = static_cast<double>(N) / kBlock * (block_stride(F, K) + scale_stride(F, K, 32));
       if (bytes > static_cast<double>(weights.size())) continue;
-      const double rate = bytes / seconds<F>(1, N, K);
-      std::printf("gemv %-4s N=%-6d K=%-5d %6.1f GB/s  %3.0f%% of read bandwidth\n", name, N, K, rate / 1e9, 100 * rate / read);
+      const double took = seconds<F>(1, N, K);
+      std::printf("gemv %-4s N=%-6d K=%-5d %6.2f ms %6.1f GB/s  %3.0f%% of read bandwidth\n", name, N, K, 1e3 * took, bytes / took / 1e9,
+                  100 * bytes / took / read);
     }
     const Peak peak = instruction_peak<F>();
     for (const int rows : {16, 512}) {
@@ -128,6 +129,7 @@ struct Bench {
 template <int D, class KV>
 static double decode_attention(int threads, int HQ, int HKV, int context, int64_t token_bytes) {
   constexpr int kLayers = 24;
+  constexpr bool kRotate = KV::kPacked && !std::is_same_v<KV, KvFp8>;  // the default
   const int blocks = static_cast<int>(ceil_div(context, kBlock)), width = (HQ + 2 * HKV) * D;
   const int64_t layer_bytes = int64_t{2} * HKV * kBlock * token_bytes;
   const int64_t slot_bytes = int64_t{kSlotBlocks} * 2 * HKV * kBlock * D * 2;
@@ -144,7 +146,7 @@ static double decode_attention(int threads, int HQ, int HKV, int context, int64_
   const double seconds = best_of(9, [&] {
     for (int layer = 0; layer < kLayers; ++layer) {
       const KvPlace place{layer * layer_bytes, layer_bytes * kLayers, 0, slot_bytes};
-      rope_append<D, KV>(ctx, qkv.data(), HQ, HKV, nullptr, nullptr, 0.0f, inv_freq.data(), D, 1.0f, place);
+      rope_append<D, KV, kRotate>(ctx, qkv.data(), HQ, HKV, nullptr, nullptr, 0.0f, inv_freq.data(), D, 1.0f, place);
       attention_decode<D, KV>(ctx, qkv.data(), width, HQ, HKV, place, 0.1f, 0, 0.0f, out.data(), HQ * D, workspace.data());
       if constexpr (KV::kPacked) keep_newest<D>(ctx, qkv.data(), HQ, HKV, place);
     }
@@ -172,8 +174,14 @@ LLMC_EXPORT void benchmark(int threads) {
   bench.read = read_bandwidth(bench.weights, threads);
   std::printf("read %.1f GB/s, memcpy %.1f GB/s (read + written)\n", bench.read / 1e9, copy_bandwidth(bench.weights, threads) / 1e9);
   bench.run<Format::i8>("i8");
+  bench.run<Format::i8g>("i8g");
+  bench.run<Format::i6>("i6");
+  bench.run<Format::i5>("i5");
   bench.run<Format::i4>("i4");
+  bench.run<Format::i4a>("i4a");
+  bench.run<Format::i3>("i3");
   bench.run<Format::bf16>("bf16");
+  bench.run<Format::f16>("f16");
   bench.run<Format::f32>("f32");
   run_attention<256>(threads, 4, 1);
   run_attention<128>(threads, 32, 8);

@@ -3,7 +3,7 @@
     python benchmarks/kernels.py [--threads N]
 
 GEMV (one row, a decode step) is judged by bytes of weights read per second, GEMM (many rows, a prefill) by
-instructions per second. Each figure is the best of several runs.
+instructions per second. Decode attention is timed for each type of keys and values. Each figure is the best of several runs.
 """
 
 from __future__ import annotations

@@ -38,10 +38,10 @@ CALIBRATION_PASSAGES = 256
 CALIBRATION_CHARACTERS = 2500  # about 600 tokens
 
 CONTEXT = 512
-BATCH = 2  # small, because a few minutes allow only so many tokens, and steps count for more
-PEAK_LEARNING_RATE = 2e-3
+BATCH = 1  # a few minutes allow only so many tokens, and more steps make more of them
+PEAK_LEARNING_RATE = 1e-3
 WARM_UP_STEPS = 20
-TIMED_STEPS = 10  # after two that are slower, as memory is first touched
+TIMED_STEPS = 15  # after two that are slower, as memory is first touched
 
 
 def main() -> None:
@@ -73,7 +73,7 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="the folder to write")
-    parser.add_argument("--minutes", type=float, default=7.0, help="time for everything but the last evaluation (default 7)")
+    parser.add_argument("--minutes", type=float, default=8.0, help="time for everything but the last evaluation (default 8)")
     parser.add_argument("--steps", type=int, help="exactly so many steps instead, which gives the same weights again")
     parser.add_argument("--text", type=Path, help="train on this UTF-8 text instead")
     parser.add_argument("--seed", type=int, default=0)
@@ -184,7 +184,7 @@ def train(model: LlamaForCausalLM, ids: torch.Tensor, steps: int | None, seconds
     decayed = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() <= 1]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), fused=True)
     model.train()
     begun = clock = time.monotonic()
     step, warm = 0, 2
@@ -205,7 +205,7 @@ def train(model: LlamaForCausalLM, ids: torch.Tensor, steps: int | None, seconds
         optimizer.zero_grad()
         step += 1
         recent.append(loss.item())
-        if step % 50 == 0 or step == steps:
+        if step % 100 == 0 or step == steps:
             print(f"step {step}/{steps}: loss {sum(recent) / len(recent):.3f}", flush=True)
             recent.clear()
     model.eval()

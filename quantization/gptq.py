@@ -31,7 +31,7 @@ _LARGEST: Final = 65504.0  # of float16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GptqRecord:
-    """How a matrix was quantised. Losses are tr(dW H dW^T) / tr(W H W^T), over at most 1,024 evenly spaced rows."""
+    """How a matrix was quantised. Losses are tr(dW H dW^T) / tr(W H W^T), over at most 1,024 evenly spaced rows; nan if H holds nan."""
 
     damping: float
     """Share of the mean of diag(H) that was added to it."""
@@ -196,6 +196,7 @@ def _round_columns(w: Tensor, codes: Tensor, scale: Tensor, minimum: Tensor, pro
 def _sweep(errors: Tensor, codes: Tensor, scale: Tensor, minimum: Tensor, problem: _Problem, block: int) -> None:
     """Coordinate descent on the damped loss over all scales, minimums and codes, once; changes the first four in place."""
     grid, hessian, k = problem.grid, problem.hessian, len(errors)
+    dead = problem.dead.tolist()
     width = grid.group or block
     block = max(block // width, 1) * width
     for start in range(0, k, block):
@@ -213,7 +214,7 @@ def _sweep(errors: Tensor, codes: Tensor, scale: Tensor, minimum: Tensor, proble
             step = _inverse(scale[group])
             for row in range(first, last):
                 at = row - start
-                if problem.dead[row]:
+                if dead[row]:
                     continue
                 shift = torch.mul(gradient[at], step).div_(square[at, at])  # to the best code with all others as they are
                 shift.add_(codes[row]).round_().clamp_(grid.low, grid.high).sub_(codes[row])

@@ -65,7 +65,9 @@ def choose_scales(w: Tensor, grid: Grid, importance: Tensor | None = None, *, se
         weight = None
         if importance is not None:
             here = importance[rows] if importance.dim() == 2 else importance.expand(part.shape[0], k)
-            weight = _grouped(here.float(), columns, width).clamp_min(1e-12)
+            weight = _grouped(here.float().clamp_min(1e-12), columns, width)
+        elif columns != k:  # the zeros that fill up the last group do not count
+            weight = _grouped(torch.ones(part.shape[0], k), columns, width)
         fitted = _fit(part, weight, grid, search)
         scale[rows] = fitted.scale
         if minimum is not None and fitted.minimum is not None:

@@ -53,8 +53,8 @@ class CpuBackend:
         if name not in QUANTIZATIONS:
             short = [known for known in QUANTIZATIONS if "-g" not in known]
             raise TargetError(
-                f"target {target.name!r}: {name!r} has no CPU kernels; there are {', '.join(short)}, and int<bits>-g<group> with or without "
-                f"-asym, with {', '.join(map(str, BITS))} bits and groups of {', '.join(map(str, GROUP_SIZES))}"
+                f"target {target.name!r}: {name!r} has no CPU kernels; there are {', '.join(short)}, and int<bits>-g<group> with or "
+                f"without -asym, with {', '.join(map(str, BITS))} bits and groups of {', '.join(map(str, GROUP_SIZES))}"
             )
         self.target = target
         self.quantization = replace(QUANTIZATIONS[name], overrides=options.formats)

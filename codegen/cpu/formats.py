@@ -84,8 +84,9 @@ class MatrixFormat:
         """The float32 matrix that packed tensors stand for."""
         if self.grid is not None:
             return self.unpack_integers(tensors, shape).dequantize()
-        unpackers = {"f32": packing.unpack_f32, "f16": packing.unpack_f16, "bf16": packing.unpack_bf16}
-        return unpackers[self.kind](tensors[0], *shape)
+        if self.kind == "bf16":
+            return packing.unpack_bf16(tensors[0], *shape)
+        return packing.unpack_float(tensors[0], *shape)
 
     def unpack_integers(self, tensors: list[Array], shape: tuple[int, int]) -> QuantizedMatrix:
         """The matrix on its grid that packed tensors stand for; for integer formats alone."""

@@ -146,19 +146,15 @@ def _pieces(bits: int) -> Iterator[tuple[int, int, int]]:
 
 
 def _every_byte(width: int) -> np.uint32:
-    return np.uint32(((1 << width) - 1) * 0x01010101)
+    mask: np.uint32 = np.uint32(((1 << width) - 1) * 0x01010101)
+    return mask
 
 
 # Unpackers
 
 
-def unpack_f32(data: Float32, n: int, k: int) -> Float32:
-    """The matrix `[n, k]` of `pack_f32`."""
-    return _from_blocks(data, n, k)
-
-
-def unpack_f16(data: npt.NDArray[np.float16], n: int, k: int) -> Float32:
-    """The matrix `[n, k]` of `pack_f16`."""
+def unpack_float(data: Array, n: int, k: int) -> Float32:
+    """The matrix `[n, k]` of `pack_f32` or `pack_f16`."""
     return _from_blocks(data, n, k).astype(np.float32)
 
 

@@ -125,15 +125,15 @@ def _activations(activations: Activations) -> dict[str, object] | None:
 
 
 def _mixed_siblings(schemes: Mapping[str, ModuleScheme]) -> list[str]:
-    mixed: list[str] = []
-    for name in schemes:
-        for first, *others in _SIBLINGS:
-            if f".{first}." in name:
-                rest = {schemes.get(name.replace(first, other)) for other in others}
-                if rest != {schemes[name]}:
-                    mixed.append(name)
+    mixed = [
+        name
+        for name in schemes
+        for siblings in _SIBLINGS
+        for one in siblings
+        if f".{one}." in name and any(schemes.get(name.replace(one, other)) != schemes[name] for other in siblings)
+    ]
     if not mixed:
         return []
     return [
-        f"{len(mixed)} projections, first {mixed[0]}, are on another grid than those a runtime fuses them with; vLLM refuses such layers"
+        f"{len(mixed)} projections, first {mixed[0]}, are on another grid than those that runtimes fuse them with; vLLM refuses such layers"
     ]

@@ -46,8 +46,8 @@ class _CompileCommand(click.Command):
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="The bundle. [default: NAME.llmc]")
 @click.option(
     "--quantization",
-    help="In place of the target's scheme: bf16, int8, int4 or int4-g32/64/128; on CPUs also f32, int8-channel or "
-    "int8-g32/64/128; on GPUs also fp8.",
+    help="In place of the target's scheme: bf16, int8, int4 or int4-g32/64/128; on CPUs also f32, fp16, int6, int5, int3, "
+    "all integers with -g32/64/128 and -asym, and int8-channel; on GPUs also fp8.",
 )
 @click.option(
     "--kv-dtype",

@@ -29,10 +29,8 @@ def command(path: Path, as_json: bool) -> None:
 
     The exit code is 0 if all is well, 1 if a check failed, and 2 if PATH is none of these.
     """
-    if is_gguf(path) or is_model_folder(path):
-        problems = _model(is_quantized(path), as_json)
-    else:
-        problems = _bundle(path, as_json)
+    is_model = is_gguf(path) or is_model_folder(path)
+    problems = _model(is_quantized(path), as_json) if is_model else _bundle(path, as_json)
     if problems and as_json:
         raise click.exceptions.Exit(VerificationError.exit_code)
     if problems:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from llmc.codegen.cpu.backend import QUANTIZATIONS
 from llmc.codegen.cpu.formats import decode_matrix
+from llmc.passes.quantize import QuantizeOptions
 
 LENGTHS = (1, 2, 7, 63, 64, 65, 300)  # one token, around the block and tile sizes, past the window and the step's token limit
 DECODE_STEPS = 40
@@ -68,15 +69,26 @@ def test_quantised_logits_are_those_of_the_decoded_weights(
     tiny_bundle: Callable[..., Path], tiny_model: Callable[..., Any], architecture: str, quantization: str
 ) -> None:
     """What is left between the bundle and HF on the decoded weights is bfloat16 rounding of KV and, for bf16, of activations."""
-    model = tiny_model(architecture)
+    assert _error(tiny_bundle(architecture, quantization), tiny_model(architecture), QUANTIZATIONS[quantization]) < 0.03
+
+
+def test_a_tied_embedding_may_have_any_format(
+    tiny_checkpoint: Callable[..., Path], tiny_model: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    formats = QuantizeOptions(weights="f16", head="int3-g32-asym")
+    monkeypatch.setitem(QUANTIZATIONS, "fp16", formats)
+    llmc.compile(tiny_checkpoint("gemma3"), target="cpu-fp16", cpu_levels=("native",), output=tmp_path / "out")
+    assert _error(tmp_path / "out", tiny_model("gemma3"), formats) < 0.03
+
+
+def _error(bundle: Path, model: Any, formats: QuantizeOptions) -> float:
+    """The distance of a bundle's logits from those of the decoded weights, relative to these."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 2:
-                formats = QUANTIZATIONS[quantization]
                 stored = formats.head if "embed_tokens" in name or "lm_head" in name else formats.weights
                 parameter.copy_(torch.from_numpy(decode_matrix(parameter.numpy(), stored)))
     tokens = _tokens(100)
     expected = _reference(model, tokens)
-    with llmc.load(tiny_bundle(architecture, quantization)) as engine:
-        error = np.linalg.norm(engine.logits(tokens) - expected) / np.linalg.norm(expected)
-    assert error < 0.03
+    with llmc.load(bundle) as engine:
+        return float(np.linalg.norm(engine.logits(tokens) - expected) / np.linalg.norm(expected))

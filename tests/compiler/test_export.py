@@ -103,6 +103,7 @@ def _decoded(model: CheckpointModel) -> Callable[[str], torch.Tensor]:
     return lambda name: torch.from_numpy(model.quantized(name).dequantize()) if model.grid(name) else model.tensor(name)
 
 
+@pytest.mark.slow  # it compiles a bundle
 def test_llama_cpp_computes_what_the_engine_does(
     model: Callable[[str], Path], tiny_bundle: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -206,17 +207,19 @@ def test_a_folder_of_shards(model: Callable[[str], Path], tmp_path: Path) -> Non
 def test_grids_of_one_model_may_differ(model: Callable[[str], Path], tmp_path: Path) -> None:
     class Mixed(CheckpointModel):
         def grid(self, name: str) -> Grid | None:
-            if "down_proj" in name:
+            if "down_proj" in name or "layers.1.self_attn.v_proj" in name:
                 return Grid(bits=8, group=32)
             return None if "o_proj" in name or ".layers." not in name or len(self.shape(name)) != 2 else Grid(bits=4, group=32)
 
     from llmc.compiler.export import write_compressed_tensors
 
-    write_compressed_tensors(tmp_path / "m", Mixed(open_checkpoint(str(model("llama")))))
+    report = write_compressed_tensors(tmp_path / "m", Mixed(open_checkpoint(str(model("llama")))))
     config = json.loads((tmp_path / "m" / "config.json").read_text())["quantization_config"]
-    assert {group["weights"]["num_bits"]: len(group["targets"]) for group in config["config_groups"].values()} == {4: 10, 8: 2}
+    assert {group["weights"]["num_bits"]: len(group["targets"]) for group in config["config_groups"].values()} == {4: 9, 8: 3}
     assert config["ignore"] == ["lm_head", *(f"model.layers.{i}.self_attn.o_proj" for i in range(2))]
     assert is_quantized(tmp_path / "m").ok
+    assert len(report.notes) == 1
+    assert report.notes[0].startswith("3 projections, first model.layers.1.self_attn.k_proj.weight, are on another grid")
 
 
 @pytest.mark.parametrize("format_name", ["gguf", "compressed-tensors"])

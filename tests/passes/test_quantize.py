@@ -10,12 +10,12 @@ import torch
 from llmc.errors import UsageError
 from llmc.passes.quantize import QuantizeOptions
 
-_BOUNDS = {"bf16": 0.02, "int8": 0.05, "int8-g32": 0.05, "int8-g128": 0.05, "int4-g32": 0.6}
+_BOUNDS = {"bf16": 0.02, "f16": 0.004, "int8": 0.05, "int8-g128": 0.05, "int5-g32-asym": 0.3, "int4-g32": 0.6}
 
 
 @pytest.mark.parametrize("format", list(_BOUNDS))
 def test_error_is_that_of_the_format(before: Callable[..., Any], format: str) -> None:
-    head = format if format in ("bf16", "int8-g32") else "int8"
+    head = "int8" if format == "int8-g128" else format
     stage = before("quantize", "llama", QuantizeOptions(weights=format, head=head))
     exact = stage.logits()
     result = stage.run()

@@ -206,9 +206,9 @@ def test_any_shape_fits(n: int, k: int, name: str, order: Any, block: int, zero:
     matrix, record = gptq(w, hessian, grid_of(name), block=block, order=order)
     assert matrix.shape == (n, k)
     assert np.isfinite(matrix.dequantize()).all()
-    damped = hessian + 0.1 * hessian.diagonal().mean() * torch.eye(k)
-    if not zero:
-        assert loss_of(w, matrix, damped) <= 1.05 * loss_of(w, round_to_nearest(w, grid_of(name), hessian.diagonal()), damped)
+    if not zero and k >= 48:  # with fewer columns to make up for an error, rounding to nearest may be luckier
+        damped = hessian + 0.1 * hessian.diagonal().mean() * torch.eye(k)
+        assert loss_of(w, matrix, damped) < loss_of(w, round_to_nearest(w, grid_of(name), hessian.diagonal()), damped)
     assert record.loss >= 0
 
 

@@ -87,7 +87,7 @@ def test_finer_grids_lose_less() -> None:
     w = _tailed(16, 256)
     errors = [_error(w, round_to_nearest(w, Grid(bits=bits, group=32)).dequantize()) for bits in BITS]
     assert errors == sorted(errors, reverse=True)
-    assert errors[-1] < 1e-3 * errors[0]
+    assert errors[-1] < 2e-3 * errors[0]  # a step of 8 bits is a 32nd of one of 3
 
 
 def test_scales_are_exact_in_float16_and_codes_follow_from_them() -> None:

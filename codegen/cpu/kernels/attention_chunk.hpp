@@ -76,10 +76,12 @@ struct TileScratch {
   }
 };
 
-// The blocks of a chunk as attention reads them. With scales, [128 keys] each, numbers are yet to be multiplied by them.
+// The blocks of a chunk as attention reads them: values from `packed` where that is not null. With scales, [128 keys] each,
+// numbers are yet to be multiplied by them.
 template <class Element>
 struct ChunkView {
   const Element *keys[kChunkBlocks], *values[kChunkBlocks];
+  const uint8_t* packed[kChunkBlocks];
   const float *key_scale, *value_scale;
 };
 
@@ -158,7 +160,8 @@ LLMC_INLINE void softmax_row(const AttentionArgs& a, float* scores, int first_bl
 
 // out[r][channels from C on] = sum over keys [begin, end) of the chunk of weight[r][key] * value[key].
 template <int D, class KV, int ROWS, int C = 0>
-LLMC_INLINE void weigh_values(const typename KV::Element* const* blocks, const float* weights, int begin, int end, float* out) {
+LLMC_INLINE void weigh_values(const ChunkView<typename KV::Arithmetic::Element>& view, const float* weights, int begin, int end,
+                              float* out) {
 #ifdef LLMC_AVX512
   constexpr int kSpan = 64;  // channels: 4 vectors x 4 rows of accumulators
 #else
@@ -169,20 +172,27 @@ LLMC_INLINE void weigh_values(const typename KV::Element* const* blocks, const f
   LLMC_UNROLL for (int r = 0; r < ROWS; ++r)
     LLMC_UNROLL for (int v = 0; v < kVectors; ++v) acc[r][v] = zero();
   for (int key = begin; key < end;) {
-    const auto* values = blocks[key / kBlock] + C;
-    const int stop = end < (key / kBlock + 1) * kBlock ? end : (key / kBlock + 1) * kBlock;
-    for (; key < stop; ++key) {
-      F16 value[kVectors];
-      LLMC_UNROLL for (int v = 0; v < kVectors; ++v)
-        value[v] = KV::load_values(values + key % kBlock * D + v * kBlock, D - C - v * kBlock);
-      LLMC_UNROLL for (int r = 0; r < ROWS; ++r)
-        LLMC_UNROLL for (int v = 0; v < kVectors; ++v)
-          acc[r][v] = fma(set1(weights[r * kChunk + key]), value[v], acc[r][v]);
+    const int b = key / kBlock, stop = end < (b + 1) * kBlock ? end : (b + 1) * kBlock;
+    const auto each_key = [&](auto&& load_value) {
+      for (; key < stop; ++key) {
+        F16 value[kVectors];
+        LLMC_UNROLL for (int v = 0; v < kVectors; ++v) value[v] = load_value(key % kBlock * D + C + v * kBlock, D - C - v * kBlock);
+        LLMC_UNROLL for (int r = 0; r < ROWS; ++r)
+          LLMC_UNROLL for (int v = 0; v < kVectors; ++v)
+            acc[r][v] = fma(set1(weights[r * kChunk + key]), value[v], acc[r][v]);
+      }
+    };
+    if constexpr (KV::kExact) {
+      if (view.packed[b]) {
+        each_key([&](int i, int) { return KV::load(view.packed[b] + i); });
+        continue;
+      }
     }
+    each_key([&](int i, int n) { return KV::Arithmetic::load_values(view.values[b] + i, n); });
   }
   LLMC_UNROLL for (int r = 0; r < ROWS; ++r)
     LLMC_UNROLL for (int v = 0; v < kVectors; ++v) store(out + r * State<D>::kWidth + C + v * kBlock, acc[r][v]);
-  if constexpr (C + kSpan < D) weigh_values<D, KV, ROWS, C + kSpan>(blocks, weights, begin, end, out);
+  if constexpr (C + kSpan < D) weigh_values<D, KV, ROWS, C + kSpan>(view, weights, begin, end, out);
 }
 
 // The blocks [first_block, end_block) of a chunk where the pool has them.
@@ -242,7 +252,7 @@ LLMC_NOINLINE void attend_chunk(const AttentionArgs& a, const PoolLayer<D, KV>& 
                 part.m + r, part.l + r);
   if (view.value_scale) multiply_scores(scratch.scores, view.value_scale, tile.rows, first_block, end_block);
   each_rows<kValueRows>(tile.rows, [&](int r, auto count) {
-    weigh_values<D, Arithmetic, count()>(view.values, scratch.scores + r * kChunk, begin, end, part.sum + r * State<D>::kWidth);
+    weigh_values<D, KV, count()>(view, scratch.scores + r * kChunk, begin, end, part.sum + r * State<D>::kWidth);
   });
 }
 

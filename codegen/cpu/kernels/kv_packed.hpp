@@ -15,7 +15,7 @@ constexpr int kKvGroup = 32;  // channels of an int4 key or value that share a s
 // computes with them and multiplies scores and weights by the scales.
 struct KvInt8 {
   using Arithmetic = KvBf16;
-  static constexpr bool kPacked = true, kScaled = true;
+  static constexpr bool kPacked = true, kExact = true;
   static constexpr float kLargest = 127.0f;
   LLMC_INLINE static F16 load(const void* p) { return load_i8(p); }
   LLMC_INLINE static uint8_t pack(float x) { return static_cast<uint8_t>(static_cast<int32_t>(round_to_integer(x))); }
@@ -23,7 +23,7 @@ struct KvInt8 {
 
 struct KvFp8 {
   using Arithmetic = KvBf16;
-  static constexpr bool kPacked = true, kScaled = true;
+  static constexpr bool kPacked = true, kExact = true;
   static constexpr float kLargest = 448.0f;
   LLMC_INLINE static F16 load(const void* p) { return load_e4m3(p); }
   LLMC_INLINE static uint8_t pack(float x) { return float_to_e4m3(x); }
@@ -33,7 +33,7 @@ struct KvFp8 {
 // largest magnitude is -8 times the scale, whose sign follows: of the 16 steps none is lost.
 struct KvInt4 {
   using Arithmetic = KvBf16;
-  static constexpr bool kPacked = true, kScaled = false;
+  static constexpr bool kPacked = true, kExact = false;
 };
 
 // A block of one head as attention reads it: bf16 in the layout of the pool, and what numbers are yet to be multiplied by.
@@ -72,11 +72,17 @@ struct PackedLayer {
     write_part(data(block, heads + head) + token * D, 1, scales(block, heads + head) + token, value);
   }
 
-  LLMC_INLINE void unpack(int64_t block, int head, const UnpackedBlock& out) const {
-    const uint8_t *keys = data(block, head), *values = data(block, heads + head);
-    for (int d = 0; d < D; d += 2)
+  // Leaves values as they are if `keys_only`. Blocks are scattered over the pool in pieces too small for the hardware to
+  // foresee, so the values of this one and the keys of the next are fetched alongside.
+  LLMC_INLINE void unpack(int64_t block, int64_t next, int head, bool keys_only, const UnpackedBlock& out) const {
+    const uint8_t *keys = data(block, head), *values = data(block, heads + head), *next_keys = data(next, head);
+    for (int d = 0; d < D; d += 2) {
+      __builtin_prefetch(values + d * kBlock);
+      __builtin_prefetch(next_keys + d * kBlock);
       store_exact_pairs(out.keys + d * kBlock, KV::load(keys + d * kBlock), KV::load(keys + (d + 1) * kBlock));
-    for (int i = 0; i < D * kBlock; i += kBlock) store_bf16(out.values + i, KV::load(values + i));
+    }
+    if (!keys_only)
+      for (int i = 0; i < D * kBlock; i += kBlock) store_bf16(out.values + i, KV::load(values + i));
     store(out.key_scale, load(scales(block, head)));
     store(out.value_scale, load(scales(block, heads + head)));
   }
@@ -128,12 +134,14 @@ struct PackedLayer<D, KvInt4> {
     }
   }
 
-  LLMC_INLINE void unpack(int64_t block, int head, const UnpackedBlock& out) const {
-    const uint8_t *keys = data(block, head), *values = data(block, heads + head);
+  LLMC_INLINE void unpack(int64_t block, int64_t next, int head, bool, const UnpackedBlock& out) const {
+    const uint8_t *keys = data(block, head), *values = data(block, heads + head), *next_keys = data(next, head);
     const uint16_t *key_scales = scales(block, head), *value_scales = scales(block, heads + head);
     for (int g = 0; g < kGroups; ++g) {
       const F16 scale = load_bf16(key_scales + g * kBlock);
       for (int d = g * kKvGroup; d < width(g) + g * kKvGroup; d += 2) {
+        __builtin_prefetch(values + d / 2 * kBlock);
+        __builtin_prefetch(next_keys + d / 2 * kBlock);
         F16 even, odd;
         load_nibbles(keys + d / 2 * kBlock, &even, &odd);
         store_pairs(out.keys + d * kBlock, even * scale, odd * scale);

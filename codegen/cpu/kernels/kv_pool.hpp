@@ -11,7 +11,7 @@ namespace llmc {
 struct KvF32 {
   using Element = float;
   using Arithmetic = KvF32;  // what attention computes in
-  static constexpr bool kPairs = false, kPacked = false;
+  static constexpr bool kPairs = false, kPacked = false, kExact = false;
   LLMC_INLINE static F16 load_values(const float* p, int n) { return load_some(p, n); }
   LLMC_INLINE static float narrow(float x) { return x; }
 };
@@ -19,7 +19,7 @@ struct KvF32 {
 struct KvBf16 {
   using Element = uint16_t;
   using Arithmetic = KvBf16;
-  static constexpr bool kPairs = true, kPacked = false;  // kPairs: adjacent channels of a key interleaved
+  static constexpr bool kPairs = true, kPacked = false, kExact = false;  // kPairs: adjacent channels of a key interleaved
   LLMC_INLINE static F16 load_values(const uint16_t* p, int n) { return n >= kBlock ? load_bf16(p) : load_bf16(p, n); }
   LLMC_INLINE static uint16_t narrow(float x) { return float_to_bf16(x); }
 };

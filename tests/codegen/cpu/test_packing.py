@@ -46,7 +46,7 @@ def test_floats_round_trip(size: tuple[int, int]) -> None:
     w = _w(n, k)
     data = packing.pack_f32(w)
     assert data.shape == (-(-n // 16), round_up(k, 64), 16)
-    np.testing.assert_array_equal(packing.unpack_f32(data, n, k), w)
+    np.testing.assert_array_equal(packing.unpack_float(data, n, k), w)
     half = to_bf16(w)
     packed = packing.pack_bf16(half)
     assert packed.shape == (-(-n // 16), round_up(k, 64) // 2, 16, 2)
@@ -55,7 +55,7 @@ def test_floats_round_trip(size: tuple[int, int]) -> None:
     assert packed.astype(np.int64).sum() == half.astype(np.int64).sum()
     halves = packing.pack_f16(w)
     assert halves.shape == data.shape
-    np.testing.assert_array_equal(packing.unpack_f16(halves, n, k), w.astype(np.float16))
+    np.testing.assert_array_equal(packing.unpack_float(halves, n, k), w.astype(np.float16))
 
 
 @settings(max_examples=60, deadline=None)
