@@ -42,6 +42,7 @@ from .weights import WeightStore
 _PROBE_SHARE = 16  # one of so many samples measures the result, and four at least
 _MARGIN = 0.9  # of --max-kl that is aimed at: the gate measures other texts than the sensitivities
 _ROUNDS = 4
+_SENSITIVITY_ROWS = 256  # positions that each matrix's effect is measured on
 _KV_TOKENS = 4096  # of the sequence whose KV cache counts as memory
 _KV_KL = 0.01  # what the KV cache may add where no limit is given
 _CACHED_BYTES = 2 << 30  # of a model that is kept in memory: sensitivities read every weight once for each matrix before it
@@ -240,7 +241,7 @@ class TargetQuantizer:
                     f"target {backend.target.name!r}: --kv-dtype {AUTO} chooses for each layer, but all layers of a GPU program share one; "
                     "name a dtype"
                 )
-            self._kv = measure_kv(self.module, self.steps, self.probe, candidates, self.read)
+            self._kv = measure_kv(self.module, self.steps, self.probe.thinned(_SENSITIVITY_ROWS), candidates, self.read)
         return self._kv
 
     def _measured(self, backend: Backend) -> dict[str, Sensitivity]:
@@ -249,7 +250,7 @@ class TargetQuantizer:
             self._sensitivities = measure_sensitivities(
                 self.module,
                 self.steps,
-                self.probe,
+                self.probe.thinned(_SENSITIVITY_ROWS),
                 backend.candidates,
                 self.read,
                 lambda value, format: torch.from_numpy(backend.decode_matrix(value.numpy(), format)),

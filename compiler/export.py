@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Final, Literal
 
-from ..codegen.export import ExportModel, ExportReport, export_compressed_tensors, export_gguf
+from ..codegen.export import ExportModel, ExportReport, check_new, export_compressed_tensors, export_gguf
 from ..codegen.export.compressed_config import Activations
 from ..errors import CheckpointError, LlmcError, UsageError, VerificationError
 from ..quantization.grid import BITS, GROUP_SIZES, Grid, QuantizedMatrix
@@ -17,6 +17,8 @@ from ..quantization.round_to_nearest import round_to_nearest
 from .checkpoint import Checkpoint, open_checkpoint
 from .checkpoint.gguf_file import GgufCheckpoint
 from .checkpoint.huggingface import HuggingFaceCheckpoint
+from .options import QuantizationOptions
+from .progress import Progress, Silent
 
 if TYPE_CHECKING:
     import torch
@@ -49,6 +51,7 @@ class ExportOptions:
     type: str | None = None
     head_type: str | None = None
     quantization: str | None = None
+    quantize: QuantizationOptions = field(default_factory=QuantizationOptions)
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
@@ -67,6 +70,26 @@ class ExportOptions:
     def grid(self) -> Grid | None:
         """The grid of the layers' matrices."""
         return Grid.parse(self.quantization) if self.quantization is not None else None
+
+    @property
+    def calibrated_grid(self) -> Grid:
+        """The grid that a calibrated quantisation of the layers aims at. Raises `UsageError` where the type asked for has none."""
+        if self.activations != "16-bit":
+            raise UsageError(
+                f"export: --method and --calibration are for integer weights; {self.quantization!r} is rounded to nearest"
+            )
+        if self.grid is not None:
+            return self.grid
+        if self.format != "gguf":
+            return Grid(bits=4, group=128)
+        grid = {None: "int4-g32", "Q4_0": "int4-g32", "Q5_0": "int5-g32", "Q8_0": "int8-g32"}.get(self.type)
+        if grid is None:
+            raise UsageError(
+                f"export: --type {self.type} is on no grid that --method can aim at; choose Q4_0, Q5_0 or Q8_0, or a --quantization"
+            )
+        found = Grid.parse(grid)
+        assert found is not None
+        return found
 
     @property
     def activations(self) -> Activations:
@@ -131,9 +154,11 @@ def stored_grids(checkpoint: Checkpoint) -> dict[str, Grid]:
     return {name: grid for kind, grid in grids.items() if grid is not None for name in checkpoint.quantization.tensors[kind]}
 
 
-def run(options: ExportOptions) -> ExportReport:
-    """Open the model, round it as asked, export it. Raises subclasses of `LlmcError`; on any error nothing is left behind."""
+def run(options: ExportOptions, progress: Progress | None = None) -> ExportReport:
+    """Open the model, quantise it as asked, export it. Raises subclasses of `LlmcError`; on any error nothing is left behind."""
     checkpoint = open_checkpoint(options.model)
+    if options.quantize.calibrates:
+        return _run_calibrated(checkpoint, options, progress or Silent())
     model = CheckpointModel(checkpoint, options.grid, keep=options.type is None and options.quantization is None)
     stem = Path(checkpoint.name).name
     if options.format == "gguf":
@@ -149,6 +174,23 @@ def run(options: ExportOptions) -> ExportReport:
         remarks = [str(kind) for kind in checkpoint.quantization.tensors if kind.kept_as and kind.remark]
         report.notes.extend(f"the model's {remark}" for remark in remarks)
     return report
+
+
+def _run_calibrated(checkpoint: Checkpoint, options: ExportOptions, progress: Progress) -> ExportReport:
+    from .export_calibrated import quantize_for_export
+
+    grid, is_gguf = options.calibrated_grid, options.format == "gguf"
+    label = f"{grid}-{options.quantize.method or 'gptq'}"
+    output = options.output or Path(f"{Path(checkpoint.name).name}-{label}{'.gguf' if is_gguf else ''}")
+    check_new(output)
+    head = is_gguf and options.head_type in (None, "Q8_0")
+    model, report, quantizer = quantize_for_export(checkpoint, grid, options.quantize, output, progress, head=head)
+    if is_gguf:
+        written = write_gguf(output, model, options.type or "Q8_0", options.head_type or "Q8_0")
+    else:
+        written = write_compressed_tensors(output, model)
+    quantizer.work.remove()
+    return replace(written, quantization=report)
 
 
 def write_gguf(output: Path, model: ExportModel, type_name: str = "Q4_K", head_type: str | None = None) -> ExportReport:

@@ -8,11 +8,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from ...errors import UsageError
 from ...quantization.grid import Grid, QuantizedMatrix
 
 if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig
+
+    from ...quantization.report import QuantizationReport
 
 EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -83,3 +86,11 @@ class ExportReport:
     notes: list[str] = field(default_factory=list)
     exact: int = 0
     errors: dict[str, float] = field(default_factory=dict)
+    quantization: QuantizationReport | None = None
+    """What a calibrated quantisation did before the export."""
+
+
+def check_new(out: Path) -> None:
+    """Raises `UsageError` where an export would overwrite something."""
+    if out.exists():
+        raise UsageError(f"export: {out} exists; remove it or choose another name")

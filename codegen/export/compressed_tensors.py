@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...errors import UsageError
 from ...quantization.number_formats import from_fp8, quantize_fp8
-from .base import ExportModel, ExportReport, StoredModel
+from .base import ExportModel, ExportReport, StoredModel, check_new
 from .compressed_config import Activations, ModuleScheme, choose_schemes, quantization_config
 from .packed_codes import pack_matrix, unpack_matrix, zero_points
 from .reopened import Differences
@@ -43,8 +43,7 @@ def export_compressed_tensors(
     Before the folder gets its name it is opened with safetensors and with `reopen`, and types, shapes and values are compared. Raises
     `UsageError` for grids that the format does not hold and `VerificationError`, leaving no folder, if the comparison fails.
     """
-    if out.exists():
-        raise UsageError(f"export: {out} exists; remove it or choose another name")
+    check_new(out)
     schemes, notes = choose_schemes(model, activations)
     _check_zero_points(model, schemes)
     dtype = _DTYPES.get(str(getattr(model.config, "dtype", None)).removeprefix("torch."), torch.bfloat16)

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from ...errors import UsageError
 from ...quantization.grid import QuantizedMatrix
 from ...quantization.number_formats import Array
 from . import gguf_blocks, gguf_metadata, gguf_vocabulary
-from .base import ExportModel, ExportReport, StoredModel
+from .base import ExportModel, ExportReport, StoredModel, check_new
 from .gguf_types import StoredType, choose_types, file_type
 from .reopened import Differences, digest
 
@@ -44,8 +43,7 @@ def export_gguf(
     """
     from gguf import GGUFWriter
 
-    if out.exists():
-        raise UsageError(f"export: {out} exists; remove it or choose another name")
+    check_new(out)
     architecture = gguf_metadata.architecture(model.config)
     types, notes = choose_types(model, type_name, head_type, chosen)
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -9,6 +9,7 @@ import click
 
 from ...errors import MissingExtraError
 from .output import json_option, note, print_json, print_table
+from .quantization_options import quantization_options
 from .quantization_summary import print_quantization
 from .sizes import ByteSize
 
@@ -57,18 +58,7 @@ class _CompileCommand(click.Command):
 @click.option(
     "--prefill-quantization", metavar="NAME", help="Store the layers once more in this precision for prefill, such as bf16."
 )
-@click.option(
-    "--method",
-    help="How weights are rounded: rtn (to nearest), opt-rtn, gptq, autoround; after awq or smoothquant with a plus, such as awq+gptq. "
-    "[default: rtn; gptq with --calibration, --max-kl or --memory-budget]",
-)
-@click.option(
-    "--calibration",
-    type=click.Path(path_type=Path),
-    help="Texts like the model's traffic: JSONL of chats or texts, or plain text. [default: a small built-in set]",
-)
-@click.option("--calibration-samples", type=int, default=128, show_default=True, help="How many samples of it to use.")
-@click.option("--calibration-length", type=int, default=512, show_default=True, help="Most tokens of a sample.")
+@quantization_options
 @click.option(
     "--memory-budget",
     type=ByteSize(),
@@ -79,8 +69,6 @@ class _CompileCommand(click.Command):
     type=float,
     help="Largest mean KL divergence from the unquantised model, in nats: choose formats to keep to it, or fail.",
 )
-@click.option("--max-build-memory", type=ByteSize(), help="Memory that quantising may take. [default: no limit]")
-@click.option("--resume", is_flag=True, help="Go on with a quantisation that was interrupted.")
 @click.option("--max-tokens", type=int, help="Most tokens one step may take. [default: 512 on CPUs, 4096 on GPUs]")
 @click.option("--cpu-levels", help="Instruction-set levels to build, such as avx2,avx512 or native. [default: all]")
 @click.option("--config", type=click.Path(path_type=Path), help="A config.json in place of the model's own.")
@@ -203,7 +191,9 @@ def _print_target(target: TargetReport) -> None:
         calls = ", ".join(f"{name} {count}" for name, count in target.kernel_calls.items())
         slot = f" and {target.kv_bytes_per_slot} B/sequence in 16 bit" if target.kv_bytes_per_slot else ""
         click.echo(f"weights: {weights}")
-        click.echo(f"kernel calls: {calls}; arena {target.arena_bytes / 1e6:.1f} MB, KV {target.kv_bytes_per_token} B/token{slot}")
+        click.echo(
+            f"kernel calls: {calls}; arena {target.arena_bytes / 1e6:.1f} MB, KV {target.kv_bytes_per_token} B/token{slot}"
+        )
 
 
 def _operators(counts: dict[str, int]) -> str:

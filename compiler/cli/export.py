@@ -9,6 +9,8 @@ import click
 
 from ...errors import MissingExtraError
 from .output import json_option, note, print_json, print_table
+from .quantization_options import quantization_options
+from .quantization_summary import print_quantization
 
 if TYPE_CHECKING:
     from ...codegen.export import ExportReport
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     help="Grid of the layers' matrices: int4-g32/64/128, int8, int8-g32/64/128, and with -asym; for compressed-tensors also w8a8 and "
     "fp8, for GGUF also 3, 5 and 6 bits. [default for compressed-tensors: int4-g128]",
 )
+@quantization_options
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="The file or folder. [default: named after the model]")
 @json_option
 def command(
@@ -36,6 +39,12 @@ def command(
     type_name: str | None,
     head_type: str | None,
     quantization: str | None,
+    method: str | None,
+    calibration: Path | None,
+    calibration_samples: int,
+    calibration_length: int,
+    max_build_memory: int | None,
+    resume: bool,
     output: Path | None,
     as_json: bool,
 ) -> None:
@@ -45,6 +54,8 @@ def command(
     """
     try:
         from ..export import ExportOptions, run
+        from ..options import QuantizationOptions
+        from ..progress import Terminal
     except ModuleNotFoundError as error:
         raise MissingExtraError(
             f"exporting needs the package {error.name!r}, which is not installed; run: pip install 'llmc[compile]'"
@@ -56,8 +67,17 @@ def command(
         type=type_name,
         head_type=head_type,
         quantization=quantization,
+        quantize=QuantizationOptions(
+            method=method,
+            calibration=calibration,
+            calibration_samples=calibration_samples,
+            calibration_length=calibration_length,
+            max_build_memory=max_build_memory,
+            resume=resume,
+        ),
     )
-    report = run(options)
+    with Terminal() as progress:
+        report = run(options, progress)
     if as_json:
         print_json(_as_json(report))
     else:
@@ -73,6 +93,7 @@ def _as_json(report: ExportReport) -> dict[str, object]:
         "exact_matrices": report.exact,
         "relative_errors": report.errors,
         "notes": report.notes,
+        **({"quantization": report.quantization.as_json()} if report.quantization else {}),
     }
 
 
@@ -87,6 +108,8 @@ def _print_summary(report: ExportReport) -> None:
         for name, count in report.tensors.items()
     ]
     print_table(("type", "tensors", "size", "largest relative error"), rows)
+    if report.quantization is not None:
+        print_quantization("", report.quantization)
     for text in report.notes:
         note(f"note: {text}")
     exact = f"; {report.exact} matrices code for code" if report.exact else ""

@@ -1,0 +1,71 @@
+"""Exports a model after calibrated quantisation: each checkpoint tensor's part of the fused matrices that were quantised."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..codegen import make_backend
+from ..passes.graph import WeightTable
+from ..quantization.grid import Grid, QuantizedMatrix
+from ..quantization.report import QuantizationReport
+from ..targets import resolve_target
+from .calibrate import Calibrated, TargetQuantizer
+from .checkpoint import Checkpoint
+from .export import CheckpointModel
+from .options import CompileOptions, QuantizationOptions
+from .progress import Progress
+from .trace import trace
+
+if TYPE_CHECKING:
+    import torch
+
+
+class CalibratedModel(CheckpointModel):
+    """A checkpoint with the matrices of a quantiser, and float tensors rescaled as those need them.
+
+    With `head`, an embedding that was quantised is exported so; otherwise the exporter chooses its format.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, table: WeightTable, done: Calibrated, *, head: bool) -> None:
+        super().__init__(checkpoint)
+        self._quantized = done.model
+        self._places: dict[str, tuple[str, int, int]] = {}  # source -> graph weight, first row, row after the last
+        grids = {record.name: Grid.parse(record.format) for record in done.model.records}
+        self._grids: dict[str, Grid] = {}
+        for name, weight in table.items():
+            first = 0
+            for source in weight.sources:
+                stop = first + checkpoint.shape(source)[0] if source in checkpoint.tensor_names() else first
+                grid = grids.get(name)
+                if grid is not None and (head or ".layers." in name):
+                    self._places[source], self._grids[source] = (name, first, stop), grid
+                first = stop
+
+    def tensor(self, name: str) -> torch.Tensor:
+        return self._quantized.rescaling.apply(name, super().tensor(name))
+
+    def grid(self, name: str) -> Grid | None:
+        return self._grids.get(name)
+
+    def quantized(self, name: str) -> QuantizedMatrix:
+        weight, first, stop = self._places[name]
+        matrix = self._quantized.matrix(weight)
+        assert matrix is not None, f"{weight} was quantised"
+        return matrix.rows(first, stop)
+
+
+def quantize_for_export(
+    checkpoint: Checkpoint, grid: Grid, options: QuantizationOptions, output: Path, progress: Progress, *, head: bool
+) -> tuple[CalibratedModel, QuantizationReport, TargetQuantizer]:
+    """Quantise the layers to `grid`; the last of the three owns the work folder, to be removed when the export is done."""
+    compile_options = CompileOptions(
+        model=str(checkpoint.path), target="cpu-int8", quantization=str(grid) if grid.group else "int8-channel", quantize=options
+    )
+    quantizer = TargetQuantizer(
+        checkpoint, trace(checkpoint.config), compile_options, output.absolute().with_name(f".{output.name}.quantized"), progress
+    )
+    program = compile_options.program_options()
+    done = quantizer.run(make_backend(resolve_target("cpu-int8"), program), replace(program))
+    return CalibratedModel(checkpoint, quantizer.table, done, head=head), done.report, quantizer
