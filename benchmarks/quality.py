@@ -14,6 +14,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import llmc
@@ -80,21 +81,36 @@ def hugging_face_row(model: str, texts: list[list[int]], reference: list[Logits]
     return measure("HF bfloat16", size, lambda ids: half(torch.tensor([ids])).logits[0].float().numpy(), texts, reference)
 
 
+@cache
+def _silence() -> object:
+    """Stop the line for every tensor that llama.cpp quantises; what it calls has to stay alive, so it is kept here."""
+    import llama_cpp
+
+    callback = llama_cpp.llama_log_callback(lambda level, text, data: None)
+    llama_cpp.llama_log_set(callback, ctypes.c_void_p(0))
+    return callback
+
+
+def quantize_with_llama_cpp(gguf: Path, name: str, folder: Path) -> Path:
+    """The file in llama.cpp's type `name`, made below `folder`."""
+    import llama_cpp
+
+    _silence()
+    path = folder / f"{name}.gguf"
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype, params.nthread, params.allow_requantize = GGUF_TYPES[name], 2, True
+    failed = llama_cpp.llama_model_quantize(str(gguf).encode(), str(path).encode(), params)
+    assert not failed, f"llama.cpp cannot make {name} of {gguf}"
+    return path
+
+
 def llama_cpp_rows(gguf: Path, texts: list[list[int]], reference: list[Logits], folder: Path) -> list[dict]:
     """llama.cpp's own quantisations of an f16 or f32 GGUF, and the file as it is."""
     import llama_cpp
 
-    silent = llama_cpp.llama_log_callback(lambda level, text, data: None)  # a line for every tensor it quantises otherwise
-    llama_cpp.llama_log_set(silent, ctypes.c_void_p(0))
     rows = []
-    for name, kind in {"as given": None, **GGUF_TYPES}.items():
-        path = gguf
-        if kind is not None:
-            path = folder / f"{name}.gguf"
-            params = llama_cpp.llama_model_quantize_default_params()
-            params.ftype, params.nthread, params.allow_requantize = kind, 2, True
-            if llama_cpp.llama_model_quantize(str(gguf).encode(), str(path).encode(), params) != 0:
-                continue
+    for name in ("as given", *GGUF_TYPES):
+        path = gguf if name == "as given" else quantize_with_llama_cpp(gguf, name, folder)
         model = llama_cpp.Llama(str(path), n_ctx=TOKENS, n_batch=TOKENS, n_threads=2, logits_all=True, verbose=False)
 
         def run(tokens: list[int], model: llama_cpp.Llama = model) -> Logits:

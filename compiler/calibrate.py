@@ -19,8 +19,8 @@ from ..passes.pipelines import calibration_pipeline
 from ..passes.quantize import Quantize
 from ..quantization.allocate import Allocation, Choice, allocate
 from ..quantization.build_memory import BuildMemory
-from ..quantization.calibration.calibration import Calibration
-from ..quantization.calibration.detectors import few_tokens
+from ..quantization.calibration.calibration import Calibration, CalibrationWarning
+from ..quantization.calibration.detectors import few_tokens, surprise
 from ..quantization.calibration.load import load_calibration
 from ..quantization.kv_sensitivity import KvLayer, attention_nodes, measure_kv, set_kv_format
 from ..quantization.layerwise import Forward, Step, make_steps
@@ -39,7 +39,8 @@ from .options import AUTO, CompileOptions
 from .progress import Progress
 from .weights import WeightStore
 
-_PROBE_SHARE = 16  # one of so many samples measures the result, and four at least
+_PROBE_SHARE = 16  # one of so many samples measures the result,
+_PROBE_SAMPLES = 4  # and so many at least
 _MARGIN = 0.9  # of --max-kl that is aimed at: the gate measures other texts than the sensitivities
 _ROUNDS = 4
 _SENSITIVITY_ROWS = 256  # positions that each matrix's effect is measured on
@@ -83,10 +84,12 @@ class TargetQuantizer:
         self.read = lru_cache(maxsize=None)(self._read_float) if fits else self._read_float
         self.calibration = self._load_calibration()
         tokens = [torch.from_numpy(sample) for sample in self.calibration.samples]
-        held_out = max(4, len(tokens) // _PROBE_SHARE)
+        held_out = max(_PROBE_SAMPLES, len(tokens) // _PROBE_SHARE)
         probe, self.samples = (tokens[:held_out], tokens[held_out:]) if len(tokens) > held_out else (tokens, tokens)
         self.build_memory, spills = self._plan_memory()
         self.probe = Probe.make(self.module, self.steps, probe, self.read)
+        if (doubt := self._surprise()) is not None:
+            self.calibration = replace(self.calibration, warnings=(*self.calibration.warnings, doubt))
         self.work = WorkFolder(work_folder, self._key(), resume=self.options.resume)
         self.spill = self.work.path if spills else None
         self._sensitivities: dict[str, Sensitivity] = {}
@@ -169,21 +172,27 @@ class TargetQuantizer:
 
     def _load_calibration(self) -> Calibration:
         options = self.options
-        with tempfile.TemporaryDirectory(prefix="llmc-tokenizer-") as name:
-            folder = None
-            if self.checkpoint.has_tokenizer:
-                folder = Path(name)
-                self.checkpoint.write_tokenizer(folder)
-            found = load_calibration(
-                options.calibration,
-                folder,
-                vocab_size=self.checkpoint.config.vocab_size,
-                num_samples=options.calibration_samples,
-                max_length=options.calibration_length,
-            )
+        found = self._load(options.calibration, options.calibration_samples, options.calibration_length)
         width = max(step.source.meta["val"].shape[-1] for step in self.steps if step.source is not None)
         doubt = few_tokens(found.num_tokens, width)
         return replace(found, warnings=(*found.warnings, *([doubt] if doubt else [])))
+
+    def _load(self, source: Path | None, num_samples: int, max_length: int) -> Calibration:
+        with tempfile.TemporaryDirectory(prefix="llmc-tokenizer-") as name:
+            folder = Path(name) if self.checkpoint.has_tokenizer else None
+            if folder is not None:
+                self.checkpoint.write_tokenizer(folder)
+            return load_calibration(
+                source, folder, vocab_size=self.checkpoint.config.vocab_size, num_samples=num_samples, max_length=max_length
+            )
+
+    def _surprise(self) -> CalibrationWarning | None:
+        """Whether the model expects the user's texts far less than the built-in ones."""
+        if self.options.calibration is None or not self.checkpoint.has_tokenizer:
+            return None
+        samples = [torch.from_numpy(sample) for sample in self._load(None, _PROBE_SAMPLES, 128).samples]
+        builtin = Probe.make(self.module, self.steps, samples, self.read, _SENSITIVITY_ROWS)
+        return surprise(self.probe.reference_nll(), builtin.reference_nll())
 
     def _default_formats(self, backend: Backend) -> dict[str, str]:
         module = copy_module(self.module)

@@ -53,6 +53,13 @@ class Probe:
             meter.add(reference, found, sample[rows + 1])
         return meter.result()
 
+    def reference_nll(self) -> float:
+        """Mean nats that the unquantised model gives the texts' next tokens."""
+        total = 0.0
+        for sample, rows, logits in zip(self.samples, self.rows, self.reference, strict=True):
+            total += float(torch.nn.functional.cross_entropy(logits, sample[rows + 1], reduction="sum"))
+        return total / self.num_rows()
+
     def thinned(self, max_rows: int) -> Probe:
         """The same texts with at most so many rows, for comparisons that are made often."""
         step = -(-self.num_rows() // max_rows)

@@ -18,9 +18,9 @@ from llmc.compiler.eager import evaluate
 from llmc.compiler.inspection import open_inspection
 from llmc.compiler.trace import trace
 from llmc.compiler.weights import WeightStore
-from llmc.errors import UsageError
 from llmc.passes.graph import phases
 from llmc.passes.manager import PassManager
+from llmc.passes.quantize_kv import KvOptions, QuantizeKv
 from llmc.runtime.executor import StepBatch
 from llmc.targets import resolve_target
 
@@ -50,9 +50,7 @@ def test_logits_are_those_of_the_eager_graph(checkpoint: Path, compiled: tuple[P
     PassManager(backend.pipeline()).run(module)
     store = WeightStore(opened, backend.decode_matrix)
     expected = evaluate(phases(module)["prefill"], store, torch.tensor(TOKENS)).numpy()
-    plain = make_backend(resolve_target("cpu-f32"), ProgramOptions(cache=Path("unused")))
-    module = trace(opened.config)
-    PassManager(plain.pipeline()).run(module)
+    QuantizeKv(KvOptions()).run(phases(module)["prefill"])
     exact = evaluate(phases(module)["prefill"], store, torch.tensor(TOKENS)).numpy()
     with llmc.load(compiled[0]) as engine:
         found = engine.logits(TOKENS)
@@ -98,11 +96,3 @@ def test_memory_is_as_computed(checkpoint: Path, compiled: tuple[Path, Any]) -> 
     assert (target.kv_bytes_per_token, target.kv_bytes_per_slot) == (token_bytes, slot_bytes)
     fact = open_inspection(path).facts["target cpu-f32"]
     assert f"KV int4 x 1 + int8 x 1 + fp8 x 1 ({token_bytes} B/token and {slot_bytes} B/sequence in 16 bit)" in fact
-
-
-def test_layers_must_match_the_model(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        compile_options, "ProgramOptions", lambda **given: ProgramOptions(**{**given, "kv_layers": ("int8",) * 2})
-    )
-    with pytest.raises(UsageError, match="KV dtypes are given for 2 layers, but the model has 3"):
-        llmc.compile(checkpoint, target="cpu-f32", output=tmp_path / "out")

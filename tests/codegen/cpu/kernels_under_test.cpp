@@ -156,7 +156,7 @@ static void run_attention(const Ctx& ctx, const AttentionCall& a, int decode) {
 
 // kv: 0 f32, 1 bf16, 2 fp8, 3 int8, 4 int4. Not every head size has every type, to keep this quick to compile.
 template <int D, class KV>
-constexpr bool kUnderTest = !KV::kPacked || D == 20 || (D == 80 && std::is_same_v<KV, KvInt4>);
+constexpr bool kUnderTest = !KV::kPacked || D == (std::is_same_v<KV, KvInt4> ? 80 : 20);
 
 #define IF_UNDER_TEST(D, KV, name, ...)                          \
   if constexpr (kUnderTest<D, KV>) return name<D, KV>(__VA_ARGS__), 0; \
