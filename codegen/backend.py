@@ -9,10 +9,10 @@ from typing import Protocol
 
 from torch import fx
 
+from ..formats.floats import Array
+from ..formats.grid import MatrixValue
 from ..passes.base import Pass
 from ..passes.quantize import QuantizeOptions
-from ..quantization.grid import MatrixValue
-from ..quantization.number_formats import Array
 from ..runtime.program import KvCacheSpec, WeightSpec
 from ..targets import Target
 

@@ -14,7 +14,7 @@ from types import TracebackType
 import numpy as np
 
 from ..errors import BundleError, UsageError
-from ..quantization.number_formats import Array
+from ..formats.floats import Array
 from ..runtime.bundle import read_manifest
 from ..runtime.integrity import hash_file
 from ..runtime.manifest import MANIFEST_NAME, SCHEMA_VERSION, Manifest, ModelFacts, TargetEntry, encode_manifest

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Final, Literal
 from ..codegen.export import ExportModel, ExportReport, check_new, export_compressed_tensors, export_gguf
 from ..codegen.export.compressed_config import Activations
 from ..errors import CheckpointError, LlmcError, UsageError, VerificationError
-from ..quantization.grid import BITS, GROUP_SIZES, Grid, QuantizedMatrix
-from ..quantization.round_to_nearest import round_to_nearest
+from ..formats.grid import BITS, GROUP_SIZES, Grid, QuantizedMatrix
+from ..formats.round_to_nearest import round_to_nearest
 from .checkpoint import Checkpoint, open_checkpoint
 from .checkpoint.gguf_file import GgufCheckpoint
 from .checkpoint.huggingface import HuggingFaceCheckpoint

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..codegen import make_backend
+from ..formats.grid import Grid, QuantizedMatrix
 from ..passes.graph import WeightTable
-from ..quantization.grid import Grid, QuantizedMatrix
 from ..quantization.report import QuantizationReport
 from ..targets import resolve_target
 from .calibrate import Calibrated, TargetQuantizer

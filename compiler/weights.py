@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
+from ..formats.floats import Array, Fp8Matrix
+from ..formats.grid import Grid, MatrixValue, QuantizedMatrix, stack
 from ..passes.graph import Weight, WeightTable
-from ..quantization.grid import Grid, MatrixValue, QuantizedMatrix, stack
-from ..quantization.number_formats import Array, Fp8Matrix
 from ..quantization.quantized_model import QuantizedModel
 from ..quantization.rescale import Rescaling
 from .checkpoint import Checkpoint

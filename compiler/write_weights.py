@@ -12,9 +12,9 @@ from torch import fx
 
 from ..codegen import LoweredProgram, StoredWeight
 from ..codegen.bundle_writer import SafetensorsWriter
+from ..formats.floats import Array
+from ..formats.grid import MatrixValue
 from ..passes.graph import WeightTable
-from ..quantization.grid import MatrixValue
-from ..quantization.number_formats import Array
 from .weights import WeightStore
 
 

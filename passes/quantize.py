@@ -10,7 +10,7 @@ from typing import cast
 from torch import fx
 
 from ..errors import PassError, UsageError
-from ..quantization.grid import BITS, GROUP_SIZES
+from ..formats.grid import BITS, GROUP_SIZES
 from .base import Pass, PassResult
 from .dialect import LINEARS, llmc
 from .graph import WeightTable, calls, clean, weight_argument

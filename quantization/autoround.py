@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from ..errors import PassError
-from .grid import Grid, QuantizedMatrix, stack
-from .number_formats import row_slices
-from .round_to_nearest import GroupScales, choose_scales
+from ..formats.floats import row_slices
+from ..formats.grid import Grid, QuantizedMatrix, stack
+from ..formats.round_to_nearest import GroupScales, choose_scales
 
 Block: TypeAlias = Callable[[Mapping[str, Tensor], int], Tensor]
 """The output of a block with the given weights, by name, on minibatch number i; differentiable in the weights."""

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .grid import Grid
-from .number_formats import row_slices
-from .round_to_nearest import round_to_nearest
+from ..formats.floats import row_slices
+from ..formats.grid import Grid
+from ..formats.round_to_nearest import round_to_nearest
 
 RATIOS: Final = tuple(step / 20 for step in range(20))
 SHRINK: Final = (0.9, 0.8, 0.7, 0.6, 0.5)  # of a group's largest magnitude; rounding itself searches between

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
+from ..formats.grid import Grid
 from ..passes.graph import WeightTable
 from . import smoothquant
 from .awq import SPREAD_WARNING, Consumer, search_scales
-from .grid import Grid
 from .method import Equalisation
 from .pairs import AbsorbPair
 from .rescale import Rescaling

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from ..errors import PassError
-from .grid import Grid, QuantizedMatrix
-from .number_formats import row_slices
-from .round_to_nearest import GroupScales, choose_scales
+from ..formats.floats import row_slices
+from ..formats.grid import Grid, QuantizedMatrix
+from ..formats.round_to_nearest import GroupScales, choose_scales
 
 Order: TypeAlias = Literal["static-act", "natural"]
 

@@ -68,7 +68,7 @@ def measure_kv(
                     kl[format] = 0.0
                     continue
                 set_kv_format(node, format)
-                kl[format] = probe.compare(probe.finish(forward.fork(), number, read)).kl_mean
+                kl[format] = probe.mean_kl(probe.finish(forward.fork(), number, read))
                 node.args = arguments
             keys = shape(cast(fx.Node, node.args[1]))  # [1, Hkv, T, D]
             found.append(KvLayer(layer=layer, num_heads=keys[1], head_dim=keys[3], kl=kl))

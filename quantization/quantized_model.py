@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from .grid import QuantizedMatrix
+from ..formats.grid import QuantizedMatrix
 from .rescale import Rescaling
 from .work_folder import Part
 

@@ -9,14 +9,14 @@ from typing import Protocol
 import torch
 from torch import Tensor, fx
 
+from ..formats.floats import Array
+from ..formats.grid import Grid, QuantizedMatrix
 from ..passes.dialect import llmc
 from ..passes.graph import Weight, WeightTable, calls, weight_argument
 from .calibration import layer_detectors as detectors
 from .equalise import equalise
-from .grid import Grid, QuantizedMatrix
 from .layerwise import Forward, Step, linear_weight, make_steps
 from .method import Method
-from .number_formats import Array
 from .pairs import AbsorbPair, find_pairs
 from .quantized_model import MatrixRecord, QuantizedModel
 from .rescale import Rescaling, SourceTensors, prove

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, fx
 
 from ..errors import PassError
+from ..formats.floats import Array, Float32
 from ..passes.graph import EXAMPLE_TOKENS, Weight, WeightTable, is_call
 from ..passes.match import ancestors
-from .number_formats import Array, Float32
 from .pairs import AbsorbPair
 
 _DIVISOR, _MULTIPLIER, _OFFSET = "divisor", "multiplier", "offset"

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..formats.grid import Grid, QuantizedMatrix
+from ..formats.round_to_nearest import round_to_nearest
 from .gptq import gptq
-from .grid import Grid, QuantizedMatrix
 from .method import Rounding
-from .round_to_nearest import round_to_nearest
 from .second_moment import SecondMoment
 
 _SAMPLED_ROWS = 512

@@ -9,17 +9,17 @@ from typing import Final
 import torch
 from torch import Tensor, fx
 
+from ..formats.grid import Grid
+from ..formats.round_to_nearest import round_to_nearest
 from .allocate import Choice
-from .grid import Grid
 from .layerwise import Forward, ReadWeight, Step
 from .probe import Probe
-from .round_to_nearest import round_to_nearest
 from .second_moment import SecondMoment
 
 TRIED: Final = Grid(bits=4, group=32)
 """The grid every matrix is tried on: coarse enough for its effect to stand out of the noise, fine enough for effects to add up."""
 FLOAT_BITS: Final = {"f32": 32, "bf16": 16, "f16": 16}
-_SAMPLED_ROWS: Final = 1024
+_SAMPLED_ROWS: Final = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +88,7 @@ def measure_sensitivities(
                 name=name,
                 layer=step.layer,
                 shape=(w.shape[0], w.shape[1]),
-                kl=probe.compare(logits).kl_mean,
+                kl=probe.mean_kl(logits),
                 errors=_errors(w, moment.importance, {str(TRIED), *candidates}, decode),
             )
             on_matrix(name)

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from ..errors import UsageError
+from ..formats.floats import from_fp8, quantize_fp8
+from ..formats.grid import Grid
+from ..formats.round_to_nearest import round_to_nearest
 from ..passes.dialect import llmc
-from .grid import Grid
-from .number_formats import from_fp8, quantize_fp8
 from .pairs import AbsorbPair
-from .round_to_nearest import round_to_nearest
 
 FORMATS: Final = ("w8a8", "fp8", "fp8-fnuz")
 """Formats whose activations are rounded to 8 bits with a scale for each token, found while the model runs."""

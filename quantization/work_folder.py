@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import UsageError
-from .grid import Grid, QuantizedMatrix
-from .number_formats import Array
+from ..formats.floats import Array
+from ..formats.grid import Grid, QuantizedMatrix
 
 _KEY = "key.json"
 _META = "llmc"

@@ -10,13 +10,13 @@ from pathlib import Path
 from torch import fx
 
 from ...errors import TargetError, ToolchainError
+from ...formats.floats import Array
+from ...formats.grid import BITS, GROUP_SIZES, Grid
 from ...passes.base import Pass
 from ...passes.pipelines import cpu_pipeline
 from ...passes.plan_memory import RowLayout
 from ...passes.quantize import QuantizeOptions
 from ...passes.quantize_kv import KvOptions
-from ...quantization.grid import BITS, GROUP_SIZES, Grid
-from ...quantization.number_formats import Array
 from ...runtime.program import CPU_LEVELS, Scheme, encode_program
 from ...targets import Target
 from ..backend import ModelShape, ProgramOptions

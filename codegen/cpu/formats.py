@@ -8,9 +8,9 @@ from typing import cast
 import numpy as np
 
 from ...errors import UsageError
-from ...quantization.grid import BITS, GROUP_SIZES, Grid, MatrixValue, QuantizedMatrix
-from ...quantization.number_formats import Array, Float32, to_bf16
-from ...quantization.round_to_nearest import round_to_nearest
+from ...formats.floats import Array, Float32, to_bf16
+from ...formats.grid import BITS, GROUP_SIZES, Grid, MatrixValue, QuantizedMatrix
+from ...formats.round_to_nearest import round_to_nearest
 from . import packing
 from .packing import Format
 

@@ -11,8 +11,8 @@ from typing import Final, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ...quantization.grid import COLUMN_ALIGN, num_groups
-from ...quantization.number_formats import Array, Float32, from_bf16, round_up
+from ...formats.floats import Array, Float32, from_bf16, round_up
+from ...formats.grid import COLUMN_ALIGN, num_groups
 
 Format: TypeAlias = Literal["f32", "f16", "bf16", "i8", "i8g", "i3", "i4", "i5", "i6", "i3a", "i4a", "i5a", "i6a", "i8a"]
 """The kernels' names (`config.hpp`)."""

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...quantization.grid import COLUMN_ALIGN, MatrixValue, QuantizedMatrix
-from ...quantization.number_formats import Array, round_up
+from ...formats.floats import Array, round_up
+from ...formats.grid import COLUMN_ALIGN, MatrixValue, QuantizedMatrix
 from ...runtime.program import WeightSpec
 from ...runtime.weights import tensor_bytes
 from . import packing

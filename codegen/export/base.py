@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from ...errors import UsageError
-from ...quantization.grid import Grid, QuantizedMatrix
+from ...formats.grid import Grid, QuantizedMatrix
 
 if TYPE_CHECKING:
     import torch

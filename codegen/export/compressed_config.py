@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from ...errors import UsageError
-from ...quantization.grid import Grid
+from ...formats.grid import Grid
 from .base import EMBEDDING, LM_HEAD, ExportModel
 
 Activations = Literal["16-bit", "int8", "fp8"]

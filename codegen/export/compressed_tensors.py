@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...errors import UsageError
-from ...quantization.number_formats import from_fp8, quantize_fp8
+from ...formats.floats import from_fp8, quantize_fp8
 from .base import ExportModel, ExportReport, StoredModel, check_new
 from .compressed_config import Activations, ModuleScheme, choose_schemes, quantization_config
 from .packed_codes import pack_matrix, unpack_matrix, zero_points

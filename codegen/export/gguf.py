@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from ...quantization.grid import QuantizedMatrix
-from ...quantization.number_formats import Array
+from ...formats.floats import Array
+from ...formats.grid import QuantizedMatrix
 from . import gguf_blocks, gguf_metadata, gguf_vocabulary
 from .base import ExportModel, ExportReport, StoredModel, check_new
 from .gguf_types import StoredType, choose_types, file_type

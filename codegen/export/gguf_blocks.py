@@ -8,9 +8,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ...quantization.grid import Grid, QuantizedMatrix
-from ...quantization.number_formats import Array, to_bf16
-from ...quantization.round_to_nearest import round_to_nearest
+from ...formats.floats import Array, to_bf16
+from ...formats.grid import Grid, QuantizedMatrix
+from ...formats.round_to_nearest import round_to_nearest
 from .k_quants import K_QUANTS, SUPER_BLOCK, quantize_k
 
 BLOCK: Final = 32

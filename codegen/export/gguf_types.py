@@ -9,7 +9,7 @@ from math import prod
 from typing import Final, Literal
 
 from ...errors import UsageError
-from ...quantization.grid import Grid
+from ...formats.grid import Grid
 from .base import EMBEDDING, LM_HEAD, ExportModel
 from .gguf_blocks import BLOCK, BLOCK_GRIDS, MATRIX_TYPES, block_columns, exact_type
 

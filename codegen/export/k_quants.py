@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ...quantization.number_formats import Array, row_slices
+from ...formats.floats import Array, row_slices
 
 SUPER_BLOCK: Final = 256
 K_QUANTS: Final = ("Q4_K", "Q5_K", "Q6_K")

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...quantization.grid import Grid, QuantizedMatrix
-from ...quantization.number_formats import Array
+from ...formats.floats import Array
+from ...formats.grid import Grid, QuantizedMatrix
 
 
 def pack_matrix(value: QuantizedMatrix) -> dict[str, Tensor]:

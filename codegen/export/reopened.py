@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ...errors import VerificationError
-from ...quantization.number_formats import Array
+from ...formats.floats import Array
 
 _BOUNDS: Final = {  # largest relative error that rounding can explain, in a block of one large weight and many at half a step
     "F32": 1e-6,

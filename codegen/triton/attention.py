@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from ...errors import TargetError
-from ...quantization.number_formats import round_up
+from ...formats.floats import round_up
 from .kernel import ONE, Extent, Kernel, Parameter, Setting
 
 KvFormat: TypeAlias = Literal["bf16", "fp8", "int8"]

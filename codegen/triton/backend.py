@@ -9,11 +9,11 @@ from typing import Literal
 from torch import fx
 
 from ...errors import MissingExtraError, TargetError, UsageError
+from ...formats.floats import Array
+from ...formats.grid import GROUP_SIZES, Grid
 from ...passes.base import Pass
 from ...passes.pipelines import gpu_pipeline
 from ...passes.quantize import QuantizeOptions
-from ...quantization.grid import GROUP_SIZES, Grid
-from ...quantization.number_formats import Array
 from ...runtime.program import Scheme
 from ...targets import Target
 from ..backend import ModelShape, ProgramOptions

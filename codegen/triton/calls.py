@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from ...quantization.number_formats import round_up
+from ...formats.floats import round_up
 from ...runtime.program import Argument, Call, Extent
 from .kernel import Kernel
 from .weight_layout import GpuWeight

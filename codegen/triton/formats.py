@@ -8,9 +8,9 @@ from typing import Literal, TypeAlias, cast
 import numpy as np
 
 from ...errors import UsageError
-from ...quantization.grid import Grid, MatrixValue, QuantizedMatrix
-from ...quantization.number_formats import Array, Fp8Matrix, from_bf16, from_fp8, quantize_fp8, round_up, to_bf16
-from ...quantization.round_to_nearest import round_to_nearest
+from ...formats.floats import Array, Fp8Matrix, from_bf16, from_fp8, quantize_fp8, round_up, to_bf16
+from ...formats.grid import Grid, MatrixValue, QuantizedMatrix
+from ...formats.round_to_nearest import round_to_nearest
 from ...runtime.program import WeightSpec
 
 Kind: TypeAlias = Literal["bf16", "fp8", "fp8-fnuz", "w8a8", "w4a16"]

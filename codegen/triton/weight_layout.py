@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...quantization.grid import MatrixValue
-from ...quantization.number_formats import Array
+from ...formats.floats import Array
+from ...formats.grid import MatrixValue
 from ...runtime.program import WeightSpec
 from ...runtime.weights import tensor_bytes
 from .formats import GpuFormat, pack_vector, vector_spec

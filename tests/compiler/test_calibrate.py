@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -16,6 +15,7 @@ import llmc
 import pytest
 from llmc.errors import CapacityError, LlmcError, QualityError, UsageError
 from llmc.quantization.report import QuantizationReport
+from llmc.quantization.work_folder import Part
 
 SMALL: dict[str, Any] = {"target": "cpu-int4", "cpu_levels": ("native",), "calibration_samples": 12, "calibration_length": 48}
 
@@ -39,13 +39,9 @@ def test_the_finished_bundle_is_what_was_measured(tiny_checkpoint: Callable[...,
 
 def test_a_memory_budget_is_kept_or_refused(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     checkpoint = tiny_checkpoint("llama")
-    reports = {
-        budget: compiled(checkpoint, tmp_path / f"{budget}.llmc", method="opt-rtn", memory_budget=budget, num_layers=1)
-        for budget in (300_000, 160_000)
-    }
-    for budget, report in reports.items():
-        assert report.memory_bytes <= budget
-    assert reports[300_000].quality.kl_mean < reports[160_000].quality.kl_mean  # type: ignore[union-attr]
+    report = compiled(checkpoint, tmp_path / "m.llmc", method="opt-rtn", memory_budget=160_000, num_layers=1)
+    assert report.memory_bytes <= 160_000
+    assert len({m.format for m in report.matrices()}) > 1  # bits are not spread evenly
     with pytest.raises(QualityError, match=r"--memory-budget 9000: the smallest this model gets is \d+ bytes"):
         compiled(checkpoint, tmp_path / "no.llmc", memory_budget=9000, num_layers=1)
     assert not (tmp_path / "no.llmc").exists()
@@ -91,33 +87,50 @@ def test_prefill_may_have_a_precision_of_its_own(tiny_checkpoint: Callable[..., 
 
 
 def test_a_killed_quantisation_goes_on_and_gives_the_same_bytes(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    checkpoint = tiny_checkpoint("gemma3")
+    checkpoint, whole, killed = tiny_checkpoint("gemma3"), tmp_path / "whole.llmc", tmp_path / "killed.llmc"
+    options = {"method": "awq+gptq", "calibration_samples": 10}
     command = [
-        *(sys.executable, "-m", "llmc", "compile", str(checkpoint), "--target", "cpu-int4", "--method", "awq+gptq"),
-        *("--cpu-levels", "native", "--calibration-samples", "12", "--calibration-length", "48"),
+        *(
+            sys.executable,
+            "-m",
+            "llmc",
+            "compile",
+            str(checkpoint),
+            "--target",
+            "cpu-int4",
+            "--method",
+            "awq+gptq",
+            "-o",
+            str(killed),
+        ),
+        *("--calibration-samples", "10", "--calibration-length", "48"),
     ]
-
-    def run(output: Path, *more: str) -> subprocess.Popen[bytes]:
-        return subprocess.Popen([*command, "-o", str(output), *more], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-
-    whole, killed = tmp_path / "whole.llmc", tmp_path / "killed.llmc"
-    assert run(whole).wait() == 0
-    process = run(killed)
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     while not list(tmp_path.glob(".killed.llmc.quantized/layer-0001-*.safetensors")):
         assert process.poll() is None, "finished before it could be killed"
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert not killed.exists()
-    other = run(killed, "--resume", "--method", "gptq")
-    assert other.wait() == 2
-    assert b"was made with method='awq+gptq', this run has 'gptq'" in (other.stderr.read() if other.stderr else b"")
-    done = {p: p.stat().st_mtime_ns for p in tmp_path.glob(".killed.llmc.quantized/layer-*")}
+    with pytest.raises(UsageError, match=r"was made with method='awq\+gptq', this run has 'gptq'"):
+        compiled(checkpoint, killed, **options | {"method": "gptq", "resume": True})
+    done = {p.name: p.stat().st_mtime_ns for p in tmp_path.glob(".killed.llmc.quantized/*.safetensors")}
+    taken = []
+    write = Part.write
+
+    def watched(part: Part, *values: Any) -> None:
+        taken.append(part.path.name)
+        write(part, *values)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Part, "write", watched)
+        compiled(checkpoint, killed, **options, resume=True)
     assert done
-    assert run(killed, "--resume").wait() == 0
+    assert not set(done) & set(taken)  # finished layers are not made again
+    compiled(checkpoint, whole, **options)
     files = {p.relative_to(whole): p.read_bytes() for p in whole.rglob("*") if p.is_file()}
     assert {p.relative_to(killed): p.read_bytes() for p in killed.rglob("*") if p.is_file()} == files
-    assert os.listdir(tmp_path) and not list(tmp_path.glob(".*"))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["killed.llmc", "whole.llmc"]
 
 
 @pytest.mark.parametrize(
@@ -142,7 +155,11 @@ def test_doubtful_calibration_is_warned_about_by_name(
         ({"method": "gqpt"}, UsageError, "method 'gqpt' is unknown; choose one of rtn, opt-rtn, gptq, autoround"),
         ({"max_kl": 0.0}, UsageError, "max KL is 0.0, expected more than 0 nats"),
         ({"calibration_length": 3}, UsageError, "expected 16 to 32768 tokens"),
-        ({"method": "gptq", "max_build_memory": 1000}, CapacityError, "--max-build-memory 1000: method gptq on this model takes up to"),
+        (
+            {"method": "gptq", "max_build_memory": 1000},
+            CapacityError,
+            "--max-build-memory 1000: method gptq on this model takes up to",
+        ),
         ({"calibration": "absent.jsonl"}, LlmcError, "absent.jsonl"),
         ({"method": "awq", "target": "cpu-int4,cpu-int8"}, UsageError, "compile one target at a time"),
         ({"quantization": "stored"}, UsageError, "is not quantised; name a format"),

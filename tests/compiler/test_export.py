@@ -20,7 +20,7 @@ from llmc.compiler.cli import main
 from llmc.compiler.export import CheckpointModel, ExportOptions, run
 from llmc.compiler.verdict import is_quantized
 from llmc.errors import UnsupportedModelError, UsageError, VerificationError
-from llmc.quantization.grid import Grid
+from llmc.formats.grid import Grid
 
 _SIZES: dict[str, dict[str, Any]] = {
     "llama": {

@@ -16,8 +16,8 @@ from llmc.compiler.cli import main
 from llmc.compiler.verdict import is_quantized
 from llmc.compiler.verdict_bundle import judge_weights
 from llmc.errors import CheckpointError
-from llmc.quantization.grid import Grid
-from llmc.quantization.round_to_nearest import round_to_nearest
+from llmc.formats.grid import Grid
+from llmc.formats.round_to_nearest import round_to_nearest
 from llmc.runtime.program import WeightSpec
 from safetensors.torch import save_file
 

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from llmc.quantization.allocate import Choice, allocate
 
 _parts = st.lists(
-    st.lists(st.tuples(st.integers(1, 200), st.floats(0, 1)), min_size=1, max_size=4, unique_by=lambda c: c[0]), min_size=1, max_size=4
+    st.lists(st.tuples(st.integers(1, 200), st.floats(0, 1)), min_size=1, max_size=4, unique_by=lambda c: c[0]),
+    min_size=1,
+    max_size=4,
 )
 
 
@@ -26,7 +28,8 @@ def test_a_budget_is_kept_where_it_can_be(parts: list[list[tuple[int, float]]], 
     assert found.num_bytes <= max(budget, smallest)
     assert found.kl >= allocate(options, max_bytes=budget + 100).kl - 1e-12
     best = min(
-        (sum(c.kl for c in pick) for pick in product(*options.values()) if sum(c.num_bytes for c in pick) <= budget), default=None
+        (sum(c.kl for c in pick) for pick in product(*options.values()) if sum(c.num_bytes for c in pick) <= budget),
+        default=None,
     )
     if best is not None:
         step = max(max(c.kl for c in choices) - min(c.kl for c in choices) for choices in options.values())

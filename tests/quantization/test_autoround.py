@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 from llmc.errors import PassError
+from llmc.formats.grid import Grid, QuantizedMatrix
+from llmc.formats.round_to_nearest import round_to_nearest
 from llmc.quantization import autoround as module
 from llmc.quantization.autoround import autoround, autoround_block
-from llmc.quantization.grid import Grid, QuantizedMatrix
-from llmc.quantization.round_to_nearest import round_to_nearest
 from torch import Tensor
 
 

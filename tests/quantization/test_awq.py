@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from llmc.formats.grid import Grid
+from llmc.formats.round_to_nearest import round_to_nearest
 from llmc.quantization.awq import Consumer, scale_at, search_clip, search_scales
-from llmc.quantization.grid import Grid
-from llmc.quantization.round_to_nearest import round_to_nearest
 from torch import Tensor
 
 _INT4 = Grid(bits=4, group=32)

@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llmc.errors import PassError
+from llmc.formats.grid import Grid, QuantizedMatrix
+from llmc.formats.round_to_nearest import round_to_nearest
 from llmc.quantization import gptq as module
 from llmc.quantization.gptq import gptq
-from llmc.quantization.grid import Grid, QuantizedMatrix
-from llmc.quantization.round_to_nearest import round_to_nearest
 from torch import Tensor
 
 GRIDS = ("int3-g32", "int4-g32", "int4-g64-asym", "int5-g128", "int8", "int8-g32")

@@ -73,8 +73,12 @@ def test_formats_without_a_grid_are_decoded_and_others_stay(setup: Callable[...,
 
 
 def test_unknown_methods_list_the_known() -> None:
-    with pytest.raises(UsageError, match="'gptq\\+awq' is unknown; choose one of rtn, opt-rtn, gptq, autoround, or awq or smoothquant"):
+    with pytest.raises(
+        UsageError, match="'gptq\\+awq' is unknown; choose one of rtn, opt-rtn, gptq, autoround, or awq or smoothquant"
+    ):
         Method.parse("gptq+awq")
-    assert [str(Method.parse(name)) for name in ("awq", "smoothquant+rtn", "gptq")] == ["awq+opt-rtn", "smoothquant+rtn", "gptq"]
-
-
+    assert [str(Method.parse(name)) for name in ("awq", "smoothquant+rtn", "gptq")] == [
+        "awq+opt-rtn",
+        "smoothquant+rtn",
+        "gptq",
+    ]

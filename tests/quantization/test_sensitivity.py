@@ -10,10 +10,10 @@ import torch
 from llmc.codegen.cpu.formats import decode_matrix
 from llmc.compiler.eager import evaluate
 from llmc.compiler.weights import WeightStore
+from llmc.formats.round_to_nearest import round_to_nearest
 from llmc.passes.graph import Weight
 from llmc.quantization.kv_sensitivity import measure_kv
 from llmc.quantization.probe import Probe
-from llmc.quantization.round_to_nearest import round_to_nearest
 from llmc.quantization.sensitivity import TRIED, format_bytes, measure_sensitivities
 from torch import Tensor
 

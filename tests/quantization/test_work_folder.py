@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 from llmc.errors import UsageError
-from llmc.quantization.grid import Grid
-from llmc.quantization.round_to_nearest import round_to_nearest
+from llmc.formats.grid import Grid
+from llmc.formats.round_to_nearest import round_to_nearest
 from llmc.quantization.work_folder import WorkFolder
 
 KEY = {"model": "m", "method": "gptq"}

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from ....quantization.grid import QuantizedMatrix
-from ....quantization.number_formats import Float32, Fp8Matrix
+from ....formats.floats import Float32, Fp8Matrix
+from ....formats.grid import QuantizedMatrix
 
 StoredMatrix: TypeAlias = "QuantizedMatrix | Fp8Matrix"
 """A quantised weight as the checkpoint stores it, ready to be packed without another rounding of its codes."""

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ....errors import CheckpointError
-from ....quantization.number_formats import Float32, from_fp8, row_slices
+from ....formats.floats import Float32, from_fp8, row_slices
 from .base import Fp8Matrix, QuantizedWeight, StoredKind
 from .format import Format
 from .module import FLOATS, Module

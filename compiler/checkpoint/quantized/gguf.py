@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ....errors import CheckpointError
-from ....quantization.grid import Grid, QuantizedMatrix, num_groups
-from ....quantization.number_formats import Array, Float32
+from ....formats.floats import Array, Float32
+from ....formats.grid import Grid, QuantizedMatrix, num_groups
 from .base import QuantizedWeight, StoredKind
 from .integer import OUT_OF_RANGE, round_scales
 

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ....errors import UnsupportedModelError
-from ....quantization.number_formats import Array
+from ....formats.floats import Array
 from .base import QuantizedWeight
 from .format import Format
 from .integer import GroupParameters, IntegerWeight

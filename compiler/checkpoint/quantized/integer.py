@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ....quantization.grid import BITS, GROUP_SIZES, Grid, QuantizedMatrix
-from ....quantization.number_formats import Array, Float32, round_up, row_slices
+from ....formats.floats import Array, Float32, round_up, row_slices
+from ....formats.grid import BITS, GROUP_SIZES, Grid, QuantizedMatrix
 from .base import QuantizedWeight, StoredKind
 from .module import Module
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from ....errors import CheckpointError, UnsupportedModelError
-from ....quantization.number_formats import Array, Float32
+from ....formats.floats import Array, Float32
 from ..base import printable
 
 if TYPE_CHECKING:

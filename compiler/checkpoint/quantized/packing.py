@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from ....quantization.number_formats import Array, row_slices
+from ....formats.floats import Array, row_slices
 
 
 def unpack(words: Array, bits: int, count: int) -> npt.NDArray[np.uint8]:

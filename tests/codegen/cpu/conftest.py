@@ -15,9 +15,9 @@ import pytest
 from llmc.codegen.cpu import kv_layout, packing, toolchain
 from llmc.codegen.cpu.formats import MatrixFormat
 from llmc.errors import ToolchainError
+from llmc.formats.floats import from_bf16, to_bf16
+from llmc.formats.grid import MatrixValue
 from llmc.passes.kv_formats import is_packed
-from llmc.quantization.grid import MatrixValue
-from llmc.quantization.number_formats import from_bf16, to_bf16
 from llmc.runtime.executor.abi import Model, StepArgs
 from llmc.runtime.program import KV_SLOT_BLOCKS, kv_head_bytes
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 from llmc.codegen.cpu import kv_layout
+from llmc.formats.floats import from_bf16, to_bf16
 from llmc.passes import kv_formats
-from llmc.quantization.number_formats import from_bf16, to_bf16
 
 _PACKED_DIMS = {"fp8": 20, "int8": 20, "int4": 80}  # that kernels_under_test.cpp has
 

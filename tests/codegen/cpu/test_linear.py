@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from llmc.codegen.cpu.formats import MatrixFormat
 from llmc.codegen.cpu.packing import Format, operand_row_bytes
-from llmc.quantization.grid import QuantizedMatrix
+from llmc.formats.grid import QuantizedMatrix
 
 FORMATS = get_args(Format)
 INTEGERS = FORMATS[3:]

@@ -12,9 +12,9 @@ from llmc.codegen.cpu import packing
 from llmc.codegen.cpu.formats import MatrixFormat, decode_matrix
 from llmc.codegen.cpu.weight_layout import StoredWeight
 from llmc.errors import UsageError
-from llmc.quantization.grid import BITS, GROUP_SIZES, Grid, QuantizedMatrix
-from llmc.quantization.number_formats import from_bf16, round_up, to_bf16
-from llmc.quantization.round_to_nearest import round_to_nearest
+from llmc.formats.floats import from_bf16, round_up, to_bf16
+from llmc.formats.grid import BITS, GROUP_SIZES, Grid, QuantizedMatrix
+from llmc.formats.round_to_nearest import round_to_nearest
 
 GRIDS = [
     Grid(bits=8),

@@ -16,7 +16,7 @@ from llmc.codegen.export.gguf_blocks import (
     pack_floats,
     quantize,
 )
-from llmc.quantization.grid import BITS, GROUP_SIZES, Grid, QuantizedMatrix
+from llmc.formats.grid import BITS, GROUP_SIZES, Grid, QuantizedMatrix
 
 
 def _decode(blocks: np.ndarray, type_name: str) -> np.ndarray:

@@ -9,7 +9,7 @@ import torch
 from llmc.codegen.export.base import ExportModel
 from llmc.codegen.export.gguf_types import choose_types, file_type
 from llmc.errors import UsageError
-from llmc.quantization.grid import Grid
+from llmc.formats.grid import Grid
 
 _UP, _DOWN = "model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.down_proj.weight"
 _EMBEDDING, _NORM = "model.embed_tokens.weight", "model.norm.weight"

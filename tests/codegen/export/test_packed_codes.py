@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 from llmc.codegen.export.packed_codes import pack_matrix, unpack_matrix
-from llmc.quantization.grid import Grid, QuantizedMatrix
-from llmc.quantization.round_to_nearest import round_to_nearest
+from llmc.formats.grid import Grid, QuantizedMatrix
+from llmc.formats.round_to_nearest import round_to_nearest
 
 
 def test_code_i_of_a_word_lies_in_its_bits_4i_to_4i_plus_3() -> None:

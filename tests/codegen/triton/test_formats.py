@@ -7,7 +7,7 @@ import pytest
 from llmc.codegen.triton.formats import GpuFormat, decode_matrix, pack_vector, row_stride
 from llmc.codegen.triton.weight_layout import GpuWeight
 from llmc.errors import UsageError
-from llmc.quantization.number_formats import from_bf16, from_fp8
+from llmc.formats.floats import from_bf16, from_fp8
 
 FORMATS = ("bf16", "fp8", "fp8-fnuz", "w8a8", "w4a16-g32", "w4a16-g64", "w4a16-g128")
 

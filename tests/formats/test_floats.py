@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llmc.quantization.number_formats import from_bf16, from_fp8, quantize_fp8, round_up, row_slices, to_bf16
+from llmc.formats.floats import from_bf16, from_fp8, quantize_fp8, round_up, row_slices, to_bf16
 
 
 def test_bf16_rounds_to_even_and_keeps_nan() -> None:

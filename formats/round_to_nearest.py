@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .floats import Array, round_up, row_slices
 from .grid import COLUMN_ALIGN, Grid, QuantizedMatrix
-from .number_formats import Array, round_up, row_slices
 
 _SLICE_VALUES: Final = 1 << 21
 _SHRINK: Final = tuple(1.0 - 0.025 * step for step in range(13))  # of the scale that covers a group's range

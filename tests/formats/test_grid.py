@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from llmc.quantization.grid import BITS, GROUP_SIZES, Grid, QuantizedMatrix, num_groups, stack
+from llmc.formats.grid import BITS, GROUP_SIZES, Grid, QuantizedMatrix, num_groups, stack
 
 GRIDS = [
     Grid(bits=8),

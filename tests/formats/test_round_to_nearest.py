@@ -9,8 +9,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llmc.quantization.grid import BITS, GROUP_SIZES, Grid
-from llmc.quantization.round_to_nearest import choose_scales, round_to_nearest
+from llmc.formats.grid import BITS, GROUP_SIZES, Grid
+from llmc.formats.round_to_nearest import choose_scales, round_to_nearest
 
 GRIDS = [
     Grid(bits=8),

@@ -9,7 +9,7 @@ from typing import Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from .number_formats import Array, Float32, Fp8Matrix, round_up, row_slices
+from .floats import Array, Float32, Fp8Matrix, round_up, row_slices
 
 COLUMN_ALIGN: Final = 64
 """The multiple to which columns are padded before they are divided into groups."""
