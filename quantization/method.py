@@ -24,8 +24,10 @@ class Method:
     def parse(cls, name: str) -> Method:
         """Raises UsageError for an unknown name or order."""
         first, plus, second = name.partition("+")
-        if first in EQUALISATIONS and (not plus or second in ROUNDINGS):
-            return cls(equalisation=first, rounding=second if plus else "opt-rtn")
+        if first in EQUALISATIONS and not plus:
+            return cls(equalisation=first, rounding="opt-rtn")
+        if first in EQUALISATIONS and second in ROUNDINGS:
+            return cls(equalisation=first, rounding=second)
         if first in ROUNDINGS and not plus:
             return cls(rounding=first)
         raise UsageError(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ....errors import CheckpointError, UnsupportedModelError
 from .awq import AwqFormat
-from .base import Fp8Matrix, QuantizedWeight, StoredKind, StoredMatrix, StoredQuantization, summarize
+from .base import QuantizedWeight, StoredKind, StoredMatrix, StoredQuantization, summarize
 from .compressed_tensors import CompressedTensorsFormat
 from .folder import QuantizedFolder
 from .format import Format
@@ -17,7 +17,6 @@ from .settings import Settings
 
 __all__ = [
     "FORMATS",
-    "Fp8Matrix",
     "QuantizedFolder",
     "QuantizedWeight",
     "StoredKind",

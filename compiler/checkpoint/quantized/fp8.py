@@ -6,8 +6,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ....errors import CheckpointError
-from ....formats.floats import Float32, from_fp8, row_slices
-from .base import Fp8Matrix, QuantizedWeight, StoredKind
+from ....formats.floats import Float32, Fp8Matrix, from_fp8, row_slices
+from .base import QuantizedWeight, StoredKind
 from .format import Format
 from .module import FLOATS, Module
 from .settings import Settings

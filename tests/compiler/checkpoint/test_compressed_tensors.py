@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 from llmc.compiler.checkpoint import open_checkpoint
-from llmc.compiler.checkpoint.quantized import Fp8Matrix
 from llmc.errors import CheckpointError, LlmcError
+from llmc.formats.floats import Fp8Matrix
 
 Q_PROJ = "model.layers.0.self_attn.q_proj"
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 from llmc.compiler.checkpoint import open_checkpoint
-from llmc.compiler.checkpoint.quantized import Fp8Matrix
 from llmc.errors import LlmcError
+from llmc.formats.floats import Fp8Matrix
 
 DOWN = "model.layers.0.mlp.down_proj"
 
