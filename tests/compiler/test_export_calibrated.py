@@ -59,7 +59,7 @@ def test_a_quantised_checkpoint_is_compiled_with_its_codes(tiny_checkpoint: Call
         )
     )
     kept = llmc.compile(exported, target="cpu-int8", cpu_levels=("native",), output=tmp_path / "kept.llmc")
-    assert "int4-g32" in kept.targets["cpu-int8"].weight_bytes
+    assert set(kept.targets["cpu-int8"].weight_bytes) == {"int4-g32", "int8-g32", "vectors"}
     assert any("keep the codes they are stored in" in note for note in kept.notes)
     converted = llmc.compile(
         exported, target="cpu-int8", quantization="f32", cpu_levels=("native",), output=tmp_path / "f32.llmc"
@@ -68,4 +68,4 @@ def test_a_quantised_checkpoint_is_compiled_with_its_codes(tiny_checkpoint: Call
     tokens = list(range(5, 45))
     with llmc.load(tmp_path / "kept.llmc") as a, llmc.load(tmp_path / "f32.llmc") as b:
         x, y = a.logits(tokens), b.logits(tokens)
-    assert abs(x - y).max() < 0.02 * abs(y).max()  # the head alone is rounded anew, to 8 bits
+    assert abs(x - y).max() < 0.06 * abs(y).max()  # embedding and head alone are rounded anew, to 8 bits
