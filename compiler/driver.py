@@ -129,8 +129,9 @@ class _Compile:
         """The weights of each target: quantised with calibration if that is asked for; the back ends then have the formats chosen."""
         if not self.options.calibrates or self.options.dry_run:
             store = WeightStore(checkpoint)
-            if self.options.keeps_stored(checkpoint):
-                self._keep_stored(store, traced, report)
+            for index, backend in enumerate(self.backends):
+                if self.options.keeps_stored(checkpoint, backend):
+                    self.backends[index] = self._keep_stored(backend, store, traced, report)
             return {backend.target.name: store for backend in self.backends}
         from .calibrate import TargetQuantizer
 
@@ -148,15 +149,13 @@ class _Compile:
                 self.calibrated[backend.target.name] = done
         return stores
 
-    def _keep_stored(self, store: WeightStore, traced: fx.GraphModule, report: CompileReport) -> None:
-        """Give the back ends the formats in which the checkpoint is quantised already, and tell what becomes of what."""
-        for index, backend in enumerate(self.backends):
-            formats = stored_formats(backend, traced, store)
-            options = replace(self.options.program_options(), formats=formats)
-            self.backends[index] = make_backend(backend.target, options)
-            report.notes.append(f"{backend.target.name}: {len(formats)} matrices keep the codes they are stored in")
+    def _keep_stored(self, backend: Backend, store: WeightStore, traced: fx.GraphModule, report: CompileReport) -> Backend:
+        """The back end with the formats in which the checkpoint is quantised already; notes tell what becomes of what."""
+        formats = stored_formats(backend, traced, store)
+        report.notes.append(f"{backend.target.name}: {len(formats)} matrices keep the codes they are stored in")
         if store.checkpoint.quantization is not None:
-            report.notes += store.checkpoint.quantization.lines()
+            report.notes += [line for line in store.checkpoint.quantization.lines() if line not in report.notes]
+        return make_backend(backend.target, replace(self.options.program_options(), formats=formats))
 
     def _program(
         self, backend: Backend, traced: fx.GraphModule, store: WeightStore, report: CompileReport

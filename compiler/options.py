@@ -8,6 +8,7 @@ from pathlib import Path
 from ..codegen import Backend, ProgramOptions, make_backend
 from ..environment import CACHE
 from ..errors import TargetError, UsageError
+from ..passes.quantize import FLOATS
 from ..quantization.method import Method
 from ..runtime.program import CPU_LEVELS
 from ..runtime.program import KV_DTYPES as STORED_KV_DTYPES
@@ -91,12 +92,15 @@ class CompileOptions:
         """Whether the model has to be run: for a method that looks at activations, to choose KV dtypes, or to keep to a limit."""
         return self.quantize.calibrates or self.kv_dtype == AUTO
 
-    def keeps_stored(self, checkpoint: Checkpoint) -> bool:
-        """Whether a quantised checkpoint's formats are kept: if asked for, and for Hugging Face folders unless another is asked for."""
+    def keeps_stored(self, checkpoint: Checkpoint, backend: Backend) -> bool:
+        """Whether a quantised checkpoint's formats are kept: if asked for, and for Hugging Face folders where a target has fewer than
+        16 bits and no other format is asked for."""
         if self.quantization == STORED and checkpoint.quantization is None:
             raise UsageError(f"--quantization {STORED}: {checkpoint.path} is not quantised; name a format")
+        if self.quantization is not None:
+            return self.quantization == STORED
         is_folder = checkpoint.path.is_dir() and checkpoint.quantization is not None
-        return self.quantization == STORED or (self.quantization is None and is_folder)
+        return is_folder and backend.quantization.weights not in FLOATS
 
     def backends(self) -> list[Backend]:
         """A code generator for each target, in the order given. Raises `TargetError` and `UsageError`."""

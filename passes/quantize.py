@@ -15,8 +15,9 @@ from .base import Pass, PassResult
 from .dialect import LINEARS, llmc
 from .graph import WeightTable, calls, clean, weight_argument
 
+FLOATS = ("f32", "f16", "bf16")
 FORMATS = (
-    *("f32", "f16", "bf16", "int8", "fp8", "fp8-fnuz", "w8a8"),
+    *(*FLOATS, "int8", "fp8", "fp8-fnuz", "w8a8"),
     *(f"{kind}-g{group}" for kind in ("w4a16", *(f"int{bits}" for bits in BITS)) for group in GROUP_SIZES),
     *(f"int{bits}-g{group}-asym" for bits in BITS for group in GROUP_SIZES),
 )

@@ -20,6 +20,7 @@ def equalise(
     equalisation: Equalisation,
     pairs: Sequence[AbsorbPair],
     moments: Mapping[str, SecondMoment],
+    inputs: Mapping[str, Tensor],
     formats: Mapping[str, str],
     read: Callable[[str], Tensor],
     table: WeightTable,
@@ -29,7 +30,8 @@ def equalise(
 ) -> tuple[Rescaling, list[str]]:
     """The rescaling of `pairs` and warnings.
 
-    `moments` are of the input of each consumer, by its weight's name; `read` gives weights in float32; `strength` is SmoothQuant's.
+    `moments` are of the input of each pair's first consumer, by its weight's name, and `inputs` one sample of it, `[T, K]`; `read` gives
+    weights in float32; `strength` is what SmoothQuant's authors publish for the model, tried among others.
     """
     rescaling, warnings = Rescaling(), []
     for pair in pairs:
@@ -39,8 +41,12 @@ def equalise(
         if equalisation == "smoothquant":
             if not all(smoothquant.applies_to(pair, formats[name]) for name in pair.consumers):
                 continue
-            scale = smoothquant.smooth_scales(moment.amax, list(weights.values()), strength)
-            spread = float(scale.max() / scale.min())
+            name = pair.consumers[0]
+            strengths = sorted({*smoothquant.STRENGTHS, strength})
+            smooth = smoothquant.search_strength(
+                inputs[name], moment.amax, list(weights.values()), formats[name], strengths=strengths
+            )
+            scale, spread = smooth.scale, smooth.spread
         else:
             consumers = [
                 Consumer(weight=w, grid=g) for w, g in zip(weights.values(), grids.values(), strict=True) if g is not None

@@ -183,14 +183,18 @@ class Quantizer:
         pairs: list[AbsorbPair] = [pair for pair in self.pairs if names.issuperset(pair.consumers)]
         wanted = {pair.consumers[0] for pair in pairs}
         moments: dict[str, SecondMoment] = {}
+        inputs: dict[str, Tensor] = {}
         for step in steps:
             forward.run(step, self._read_unrounded)
             for name in wanted.intersection(step.weights()):
                 moments[name] = self._measure(step, forward, name, diagonal_only=self.method.equalisation == "smoothquant")
+                assert step.source is not None
+                inputs[name] = next(forward.values(step.source))
         return equalise(
             self.method.equalisation,
             pairs,
             moments,
+            inputs,
             self.formats,
             self._float,
             self.table,
