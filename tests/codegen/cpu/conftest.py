@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import itertools
+import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -479,9 +481,16 @@ def compiler() -> toolchain.Compiler:
 @pytest.fixture(scope="session")
 def libraries(compiler: toolchain.Compiler, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A library for each level that this machine has. One without AMX gets it emulated, to test the tiles' logic."""
-    folder = tmp_path_factory.mktemp("kernels")
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    with (shared / "kernels.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # of several workers one builds, on all cores; the others find its results
+        return _build_libraries(compiler, tmp_path_factory.mktemp("kernels"), shared / "kernels")
+
+
+def _build_libraries(compiler: toolchain.Compiler, folder: Path, cache: Path) -> dict[str, Path]:
     source = SOURCE.read_text()
-    libraries = toolchain.compile_levels(source, folder, levels=["portable"], compiler=compiler)
+    libraries = toolchain.compile_levels(source, folder, levels=["portable"], compiler=compiler, cache=cache)
     highest = ctypes.CDLL(str(libraries["portable"])).llmc_cpu_level()
     levels = [level for level in list(toolchain.LEVEL_FLAGS)[1 : highest + 1] if level in compiler.levels]
     jobs = {level: (source, level) for level in levels}
@@ -490,7 +499,7 @@ def libraries(compiler: toolchain.Compiler, tmp_path_factory: pytest.TempPathFac
 
     def build(name: str) -> Path:
         text, level = jobs[name]
-        return toolchain.compile_library(text, level, folder / f"lib{name}.so", compiler=compiler)
+        return toolchain.compile_library(text, level, folder / f"lib{name}.so", compiler=compiler, cache=cache)
 
     with ThreadPoolExecutor() as pool:
         return {**libraries, **dict(zip(jobs, pool.map(build, jobs), strict=True))}
