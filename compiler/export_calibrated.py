@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class CalibratedModel(CheckpointModel):
+class QuantizedExport(CheckpointModel):
     """A checkpoint with the matrices of a quantiser, and float tensors rescaled as those need them.
 
     With `head`, an embedding that was quantised is exported so; otherwise the exporter chooses its format.
@@ -58,7 +57,7 @@ class CalibratedModel(CheckpointModel):
 
 def quantize_for_export(
     checkpoint: Checkpoint, grid: Grid, options: QuantizationOptions, output: Path, progress: Progress, *, head: bool
-) -> tuple[CalibratedModel, QuantizationReport, TargetQuantizer]:
+) -> tuple[QuantizedExport, QuantizationReport, TargetQuantizer]:
     """Quantise the layers to `grid`; the last of the three owns the work folder, to be removed when the export is done."""
     compile_options = CompileOptions(
         model=str(checkpoint.path), target="cpu-int8", quantization=str(grid) if grid.group else "int8-channel", quantize=options
@@ -67,5 +66,5 @@ def quantize_for_export(
         checkpoint, trace(checkpoint.config), compile_options, output.absolute().with_name(f".{output.name}.quantized"), progress
     )
     program = compile_options.program_options()
-    done = quantizer.run(make_backend(resolve_target("cpu-int8"), program), replace(program))
-    return CalibratedModel(checkpoint, quantizer.table, done, head=head), done.report, quantizer
+    done = quantizer.run(make_backend(resolve_target("cpu-int8"), program), program)
+    return QuantizedExport(checkpoint, quantizer.model.table, done, head=head), done.report, quantizer
