@@ -71,7 +71,7 @@ class Gguf:
         self.model.close()
 
 
-def compile_sizes(model: str, sizes: list[float], folder: Path, method: str) -> dict[str, tuple[Path, int]]:
+def compile_sizes(model: str, sizes: list[float], folder: Path, method: str, samples: int) -> dict[str, tuple[Path, int]]:
     """A bundle for each size in megabytes, and the bytes of its weights."""
     dry = llmc.compile(model, target="cpu-int8", dry_run=True)
     cache = dry.targets["cpu-int8"].kv_bytes_per_token * CONTEXT
@@ -82,10 +82,14 @@ def compile_sizes(model: str, sizes: list[float], folder: Path, method: str) -> 
             model,
             target="cpu-int8",
             method=method,
+            calibration_samples=samples,
             memory_budget=int(size * 1e6) + cache,
             cpu_levels=("native",),
             output=path,
         )
+        quantized = report.quantization[next(iter(report.targets))]
+        assert quantized.quality is not None
+        print(f"{size:g} MB: mean KL {quantized.quality.kl_mean:.5f} on held-out calibration text", flush=True)
         found[f"llmc {method} {size:g} MB"] = (path, sum(report.weight_files.values()))
     return found
 
@@ -135,12 +139,14 @@ def main() -> None:
     parser.add_argument("model", help="a GGUF file in float32 or float16")
     parser.add_argument("--sizes", default=SIZES, help="megabytes of weights")
     parser.add_argument("--method", default="gptq")
+    parser.add_argument("--samples", type=int, default=128, help="of the built-in texts")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name, torch.no_grad():
         folder = Path(name)
-        models = compile_sizes(arguments.model, [float(s) for s in arguments.sizes.split(",")], folder, arguments.method)
+        sizes = [float(s) for s in arguments.sizes.split(",")]
+        models = compile_sizes(arguments.model, sizes, folder, arguments.method, arguments.samples)
         for kind in GGUF_TYPES:
             path = quantize_with_llama_cpp(Path(arguments.model), kind, folder)
             models[f"llama.cpp {kind}"] = (path, path.stat().st_size)
