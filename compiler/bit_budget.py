@@ -21,7 +21,7 @@ from .options import AUTO
 from .progress import Progress
 
 _MARGIN = 0.9  # of --max-kl that is aimed at: the gate measures other positions than the sensitivities
-_ROWS = 256  # positions that each effect is measured on
+_ROWS, _LENGTH = 256, 256  # positions that each effect is measured on, and the length of the texts
 _KV_TOKENS = 4096  # of the sequence whose KV cache counts as memory
 _KV_KL = 0.01  # what the KV cache may add where no limit is given
 _KV_PART = "kv."  # and a layer's number: the name of its cache among the parts of an allocation
@@ -85,7 +85,7 @@ class BitBudget:
         return measure_sensitivities(
             model.module,
             model.steps,
-            model.probe.thinned(_ROWS),
+            model.probe.thinned(_ROWS, _LENGTH),
             self.backend.candidates,
             model.read,
             lambda value, format: torch.from_numpy(self.backend.decode_matrix(value.numpy(), format)),
@@ -97,7 +97,8 @@ class BitBudget:
         """Of every layer's cache."""
         model = self.model
         self.progress.stage("KV sensitivities")
-        return measure_kv(model.module, model.steps, model.probe.thinned(_ROWS), self.backend.kv_candidates, model.read)
+        probe = model.probe.thinned(_ROWS, 8 * _LENGTH)  # a cache matters more the longer the text is
+        return measure_kv(model.module, model.steps, probe, self.backend.kv_candidates, model.read)
 
     @property
     def fixed_bytes(self) -> int:

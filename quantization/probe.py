@@ -71,10 +71,16 @@ class Probe:
             total += float(torch.nn.functional.cross_entropy(logits, sample[rows + 1], reduction="sum"))
         return total / self.num_rows()
 
-    def thinned(self, max_rows: int) -> Probe:
-        """The same texts with at most so many rows, for comparisons that are made often."""
-        step = -(-self.num_rows() // max_rows)
-        return Probe(self.samples, [rows[::step] for rows in self.rows], [logits[::step] for logits in self.reference])
+    def thinned(self, max_rows: int, max_length: int) -> Probe:
+        """The beginnings of the texts, with at most so many rows in all and tokens each, for comparisons that are made often."""
+        samples = [sample[: max_length + 1] for sample in self.samples]
+        kept = [rows < len(sample) - 1 for rows, sample in zip(self.rows, samples, strict=True)]
+        if not all(bool(k.any()) for k in kept):  # so few rows that there is nothing to save
+            return self
+        step = -(-sum(int(k.sum()) for k in kept) // max_rows)
+        rows = [rows[k][::step] for rows, k in zip(self.rows, kept, strict=True)]
+        reference = [logits[k][::step] for logits, k in zip(self.reference, kept, strict=True)]
+        return Probe(samples, rows, reference)
 
     def num_rows(self) -> int:
         """Rows of all samples."""

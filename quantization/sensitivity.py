@@ -19,7 +19,7 @@ from .second_moment import SecondMoment
 TRIED: Final = Grid(bits=4, group=32)
 """The grid every matrix is tried on: coarse enough for its effect to stand out of the noise, fine enough for effects to add up."""
 FLOAT_BITS: Final = {"f32": 32, "bf16": 16, "f16": 16}
-_SAMPLED_ROWS: Final = 512
+_SAMPLED_ROWS: Final = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

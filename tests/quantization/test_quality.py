@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from llmc.quantization.probe import Probe
 from llmc.quantization.quality import QualityMeter
 
 
@@ -47,3 +48,17 @@ def test_nothing_and_odd_shapes_are_errors() -> None:
         QualityMeter().result()
     with pytest.raises(ValueError, match="expected"):
         QualityMeter().add(torch.zeros(2, 3), torch.zeros(2, 4), torch.zeros(2, dtype=torch.long))
+
+
+def test_a_thinned_probe_keeps_rows_with_their_logits() -> None:
+    samples = [torch.arange(40), torch.arange(9)]
+    rows = [torch.arange(0, 39, 3), torch.arange(8)]
+    reference = [rows[0][:, None] * torch.ones(1, 45), 100.0 + rows[1][:, None] * torch.ones(1, 45)]
+    thin = Probe(samples, rows, reference).thinned(6, 20)
+    assert [len(s) for s in thin.samples] == [21, 9]
+    assert 0 < thin.num_rows() <= 7
+    for offset, kept, logits in zip((0, 100), thin.rows, thin.reference, strict=True):
+        assert (logits[:, 0] == kept + offset).all()
+    assert int(thin.rows[0].max()) < 20
+    noisy = [logits + torch.randn(logits.shape, generator=torch.Generator().manual_seed(0)) for logits in thin.reference]
+    assert thin.mean_kl(noisy) == pytest.approx(thin.compare(noisy).kl_mean, rel=1e-5)
