@@ -85,7 +85,7 @@ class Quantizer:
         forward = self._forward()
         layers = sorted({step.layer for step in self.steps})
         for layer in layers:
-            steps = [step for step in self.steps if step.layer == layer]
+            steps = [step for step in self.steps[:-1] if step.layer == layer]  # the last would make the logits of every token
             names = [name for step in steps for name in step.weights() if name not in self.result.parts]
             self._made_from.append([[name, self.formats[name]] for name in names])
             part = self.work.part(f"layer-{layer:04d}", self._made_from)

@@ -72,6 +72,28 @@ def test_formats_without_a_grid_are_decoded_and_others_stay(setup: Callable[...,
     assert quality.kl_mean > 0
 
 
+def test_logits_are_never_computed_for_all_tokens(
+    setup: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would take gigabytes: a vocabulary for each of tens of thousands of tokens."""
+    s = setup("gemma3")
+    ran: list[int] = []
+    run = Forward.run
+    monkeypatch.setattr(Forward, "run", lambda self, step, *rest: (ran.append(self.steps.index(step)), run(self, step, *rest)))
+    Quantizer(
+        s.module,
+        dict.fromkeys(s.matrices(), "int4-g32"),
+        Method.parse("awq+gptq"),
+        s.samples,
+        sources=s.store,
+        read=s.store.read,
+        decode=decode_matrix,
+        work=WorkFolder(tmp_path / "w", {}, resume=False),
+        strength=0.8,
+    ).run()
+    assert max(ran) == len(s.steps) - 2
+
+
 def test_unknown_methods_list_the_known() -> None:
     with pytest.raises(
         UsageError, match="'gptq\\+awq' is unknown; choose one of rtn, opt-rtn, gptq, autoround, or awq or smoothquant"
