@@ -112,7 +112,7 @@ class TargetQuantizer:
             self.progress.done(f"quantized {', '.join(step.weights()) or 'the end'}")
 
         return Quantizer(
-            self.model.graph(),
+            copy_module(self.model.module),
             formats,
             self.method,
             self.model.samples,

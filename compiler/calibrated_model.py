@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, fx
 
-from ..passes.graph import WeightTable, copy_module
-from ..passes.pipelines import calibration_pipeline
+from ..passes.graph import WeightTable
+from ..passes.pipelines import calibration_graph
 from ..quantization.calibration.calibration import Calibration, CalibrationWarning
 from ..quantization.calibration.detectors import few_tokens, surprise
 from ..quantization.calibration.load import load_calibration
@@ -33,10 +33,9 @@ class CalibratedModel:
 
     def __init__(self, checkpoint: Checkpoint, traced: fx.GraphModule, options: QuantizationOptions) -> None:
         self.checkpoint = checkpoint
-        self.traced = traced
         self.options = options
         self.store = WeightStore(checkpoint)
-        self.module = self.graph()
+        self.module = calibration_graph(traced)
         self.steps = make_steps(self.module)
         self.table = WeightTable.of(self.module)
         fits = 4 * sum(weight.num_elements for weight in self.table.values()) <= _CACHED_BYTES
@@ -47,13 +46,6 @@ class CalibratedModel:
         enough = len(tokens) > held_out
         self.samples = tokens[held_out:] if enough else tokens
         self._probe_samples = tokens[:held_out] if enough else tokens
-
-    def graph(self) -> fx.GraphModule:
-        """A calibration graph of its own."""
-        module = copy_module(self.traced)
-        for step in calibration_pipeline():
-            step.run(module)
-        return module
 
     @cached_property
     def probe(self) -> Probe:

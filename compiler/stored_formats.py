@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import fx
 
 from ..codegen import Backend
-from ..passes.graph import WeightTable, copy_module
-from ..passes.pipelines import calibration_pipeline
+from ..passes.graph import WeightTable
+from ..passes.pipelines import calibration_graph
 from .weights import WeightStore
 
 STORED = "stored"
@@ -18,11 +18,8 @@ def stored_formats(backend: Backend, traced: fx.GraphModule, store: WeightStore)
 
     A fused projection is kept where all its parts are stored alike.
     """
-    module = copy_module(traced)
-    for step in calibration_pipeline():
-        step.run(module)
     formats: dict[str, str] = {}
-    for name, weight in WeightTable.of(module).items():
+    for name, weight in WeightTable.of(calibration_graph(traced)).items():
         stored = store.kept_format(weight) if len(weight.shape) == 2 else None
         format = None if stored is None else backend.format_for(stored)
         if format is not None:

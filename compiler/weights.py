@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -69,10 +70,12 @@ class WeightStore:
     def value(self, name: str, weight: Weight) -> MatrixValue:
         """What is packed for graph weight `name`: a matrix in its format if there is one, else float32."""
         grid = Grid.parse(weight.format)
-        if grid is not None or weight.format == "fp8":
-            matrix = self.quantized.matrix(name) or self._kept(weight)
-            if matrix is not None and (matrix.grid == grid if isinstance(matrix, QuantizedMatrix) else grid is None):
-                return matrix
+        made = self.quantized.matrix(name) if grid is not None else None
+        if made is not None:
+            return made if made.grid == grid else self.read(weight).numpy()
+        storable = weight.format if weight.format == "fp8" else grid and str(grid)
+        if storable is not None and self.kept_format(weight) == storable:
+            return self._kept(weight)
         return self.read(weight).numpy()
 
     def decoded(self, name: str, weight: Weight) -> Tensor:
@@ -86,18 +89,19 @@ class WeightStore:
         return torch.from_numpy(self.decode_matrix(value, weight.format))
 
     def kept_format(self, weight: Weight) -> str | None:
-        """The grid, or `fp8`, that the checkpoint stores all of a weight's sources in; None if there is none or they differ."""
-        stored = self.checkpoint.quantization
-        if stored is None:
+        """The grid, or `fp8`, that the checkpoint stores all of a weight's sources in; None if they differ, have none or are rescaled."""
+        if any(source in self.quantized.rescaling for source in weight.sources):
             return None
-        formats = {name: kind.kept_as for kind, names in stored.tensors.items() for name in names}
-        found = {formats.get(self._stored(source)) for source in weight.sources}
+        found = {self._kept_formats.get(self._stored(source)) for source in weight.sources}
         return found.pop() if len(found) == 1 else None
 
-    def _kept(self, weight: Weight) -> QuantizedMatrix | Fp8Matrix | None:
-        """The codes as the checkpoint stores them, where no rescaling is in the way."""
-        if self.kept_format(weight) is None or any(source in self.quantized.rescaling for source in weight.sources):
-            return None
+    @cached_property
+    def _kept_formats(self) -> dict[str, str | None]:
+        stored = self.checkpoint.quantization
+        return {} if stored is None else {name: kind.kept_as for kind, names in stored.tensors.items() for name in names}
+
+    def _kept(self, weight: Weight) -> QuantizedMatrix | Fp8Matrix:
+        """The codes of a weight that has a `kept_format`."""
         parts = [self.checkpoint.stored_matrix(self._stored(source)) for source in weight.sources]
         matrices = [part for part in parts if isinstance(part, QuantizedMatrix)]
         if len(matrices) == len(parts):

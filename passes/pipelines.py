@@ -16,6 +16,7 @@ from .fuse_residual import FuseResidual
 from .fuse_rms_norm import FuseRmsNorm
 from .fuse_rope import FuseRope
 from .fuse_rope_append import FuseRopeAppend
+from .graph import copy_module
 from .insert_kv_cache import InsertKvCache
 from .pack_operands import PackOperands
 from .plan_memory import PlanMemory, Storage
@@ -26,16 +27,27 @@ from .split_phases import SplitPhases
 
 
 def calibration_pipeline() -> tuple[Pass, ...]:
-    """Passes from a traced graph to one of whole sequences with every pipeline's fused weights, to measure what passes through it."""
+    """The first passes of every pipeline: from a traced graph to one of whole sequences with the fused weights of all that follow."""
     return (
+        # the traced aten graph, tidied
         Canonicalise(),
+        # aten subgraphs to dialect operators
         FuseRmsNorm(),
         FuseRope(),
         FuseGlu(),
+        # dialect operators to larger ones
         FuseQkv(),
         FuseGateUp(),
         FuseAddNorm(),
     )
+
+
+def calibration_graph(traced: fx.GraphModule) -> fx.GraphModule:
+    """What `calibration_pipeline` makes of a copy of a traced module, to measure what passes through it."""
+    module = copy_module(traced)
+    for step in calibration_pipeline():
+        step.run(module)
+    return module
 
 
 def cpu_pipeline(
@@ -48,16 +60,7 @@ def cpu_pipeline(
 ) -> tuple[Pass, ...]:
     """Passes from a traced graph to one that maps kernel for kernel to a CPU program."""
     return (
-        # the traced aten graph, tidied
-        Canonicalise(),
-        # aten subgraphs to dialect operators
-        FuseRmsNorm(),
-        FuseRope(),
-        FuseGlu(),
-        # dialect operators to larger ones
-        FuseQkv(),
-        FuseGateUp(),
-        FuseAddNorm(),
+        *calibration_pipeline(),
         # the step contract
         InsertKvCache(),
         FuseRopeAppend(),
@@ -82,16 +85,7 @@ def gpu_pipeline(
 ) -> tuple[Pass, ...]:
     """Passes from a traced graph to one that maps kernel for kernel to a GPU program."""
     return (
-        # the traced aten graph, tidied
-        Canonicalise(),
-        # aten subgraphs to dialect operators
-        FuseRmsNorm(),
-        FuseRope(),
-        FuseGlu(),
-        # dialect operators to larger ones
-        FuseQkv(),
-        FuseGateUp(),
-        FuseAddNorm(),
+        *calibration_pipeline(),
         FuseResidual(),
         # the step contract
         InsertKvCache(),

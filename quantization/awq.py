@@ -16,8 +16,6 @@ from ..formats.round_to_nearest import round_to_nearest
 
 RATIOS: Final = tuple(step / 20 for step in range(20))
 SHRINK: Final = (0.9, 0.8, 0.7, 0.6, 0.5)  # of a group's largest magnitude; rounding itself searches between
-SPREAD_WARNING: Final = 10.0
-"""A scale with a larger s_max / s_min deserves a look: what it does to the norm or the bias is no longer small."""
 
 _SAMPLE_ROWS: Final = 256
 _LIMIT: Final = 1e4  # a scale lies in 1/_LIMIT.._LIMIT before it is centred

@@ -9,7 +9,8 @@ from torch import Tensor
 from ..formats.grid import Grid
 from ..passes.graph import WeightTable
 from . import smoothquant
-from .awq import SPREAD_WARNING, Consumer, search_scales
+from .awq import Consumer, search_scales
+from .calibration.layer_detectors import scale_range
 from .method import Equalisation
 from .pairs import AbsorbPair
 from .rescale import Rescaling
@@ -46,7 +47,7 @@ def equalise(
             smooth = smoothquant.search_strength(
                 inputs[name], moment.amax, list(weights.values()), formats[name], strengths=strengths
             )
-            scale, spread = smooth.scale, smooth.spread
+            scale = smooth.scale
         else:
             consumers = [
                 Consumer(weight=w, grid=g) for w, g in zip(weights.values(), grids.values(), strict=True) if g is not None
@@ -54,11 +55,9 @@ def equalise(
             if len(consumers) < len(weights):
                 continue
             found = search_scales(moment.mean_abs, moment.hessian() / 2, consumers, tie=pair.tie)
-            scale, spread = found.scale, found.spread
-        if spread > SPREAD_WARNING and equalisation == "awq":
-            warnings.append(
-                f"scale-range: {pair}: {equalisation} scales spread over a factor of {spread:.0f}, expected at most {SPREAD_WARNING:.0f}; "
-                "look at the calibration text, or leave this layer in more bits"
-            )
+            scale = found.scale
+            doubt = scale_range(str(pair), scale.numpy())
+            if doubt is not None:
+                warnings.append(str(doubt))
         rescaling = rescaling.then(Rescaling.of(pair, scale, table, source_shape))
     return rescaling, warnings

@@ -31,7 +31,7 @@ ReadWeight = Callable[[str], Tensor]
 class Step:
     """Nodes to compute in order; the last makes `source`, the value that `linears` read (None at the end of the graph).
 
-    `layer` is 0 for the embedding, i + 1 for layer i, and one more for the last norm and the head.
+    `layer` is i + 1 for layer i, the first of which begins with the embedding, and one more for the last norm and the head.
     """
 
     layer: int

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..formats.grid import Grid, QuantizedMatrix
 from ..formats.round_to_nearest import round_to_nearest
+from .autoround import autoround
 from .gptq import gptq
 from .method import Rounding
 from .second_moment import SecondMoment
@@ -32,8 +33,6 @@ def round_matrix(w: Tensor, grid: Grid, rounding: Rounding, moment: SecondMoment
         matrix, record = gptq(w, moment.hessian(), grid)
         return matrix, RoundingNotes(damping_retries=record.retries, damping=record.damping, fell_back=record.fell_back)
     if rounding == "autoround":
-        from .autoround import autoround
-
         return autoround(w, moment.hessian(), grid)[0], RoundingNotes()
     importance = moment.importance if rounding == "opt-rtn" else None
     return round_to_nearest(w, grid, importance), RoundingNotes()

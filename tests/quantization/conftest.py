@@ -13,7 +13,7 @@ from llmc.compiler.checkpoint import open_checkpoint
 from llmc.compiler.trace import trace
 from llmc.compiler.weights import WeightStore
 from llmc.passes.graph import WeightTable
-from llmc.passes.pipelines import calibration_pipeline
+from llmc.passes.pipelines import calibration_graph
 from llmc.quantization.layerwise import Step, make_steps
 from torch import Tensor, fx
 
@@ -43,9 +43,7 @@ def setup(tiny_checkpoint: Callable[..., Path]) -> Callable[..., Setup]:
 
     def make(architecture: str, samples: int = 9, length: int = 24, **overrides: Any) -> Setup:
         checkpoint = open_checkpoint(str(tiny_checkpoint(architecture, **overrides)))
-        module = trace(checkpoint.config)
-        for step in calibration_pipeline():
-            step.run(module)
+        module = calibration_graph(trace(checkpoint.config))
         generator = torch.Generator().manual_seed(1)
         tokens = [torch.randint(3, checkpoint.config.vocab_size, (length + i,), generator=generator) for i in range(samples)]
         return Setup(module, make_steps(module), WeightStore(checkpoint), tokens)

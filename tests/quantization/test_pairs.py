@@ -11,13 +11,11 @@ import torch
 from llmc.compiler.trace import trace
 from llmc.passes.canonicalise import Canonicalise
 from llmc.passes.dialect import llmc
-from llmc.passes.fuse_add_norm import FuseAddNorm
-from llmc.passes.fuse_gate_up import FuseGateUp
 from llmc.passes.fuse_glu import FuseGlu
-from llmc.passes.fuse_qkv import FuseQkv
 from llmc.passes.fuse_rms_norm import FuseRmsNorm
 from llmc.passes.fuse_rope import FuseRope
 from llmc.passes.graph import EXAMPLE_TOKENS, Weight, WeightTable, insert, insert_weight
+from llmc.passes.pipelines import calibration_graph
 from llmc.quantization.pairs import AbsorbPair, PairSearch, Rows, find_pairs
 from torch import fx
 
@@ -25,9 +23,10 @@ _LAYER = "model.layers.0"
 
 
 def _graph(config: Any, *, fused: bool = True) -> fx.GraphModule:
+    if fused:
+        return calibration_graph(trace(config))
     module = trace(config)
-    steps = [Canonicalise(), FuseRmsNorm(), FuseRope(), FuseGlu()]
-    for step in [*steps, FuseQkv(), FuseGateUp(), FuseAddNorm()] if fused else steps:
+    for step in (Canonicalise(), FuseRmsNorm(), FuseRope(), FuseGlu()):
         step.run(module)
     return module
 

@@ -19,13 +19,11 @@ from llmc.compiler.trace import trace
 from llmc.compiler.weights import WeightStore
 from llmc.errors import PassError
 from llmc.passes.canonicalise import Canonicalise
-from llmc.passes.fuse_add_norm import FuseAddNorm
-from llmc.passes.fuse_gate_up import FuseGateUp
 from llmc.passes.fuse_glu import FuseGlu
-from llmc.passes.fuse_qkv import FuseQkv
 from llmc.passes.fuse_rms_norm import FuseRmsNorm
 from llmc.passes.fuse_rope import FuseRope
 from llmc.passes.graph import WeightTable
+from llmc.passes.pipelines import calibration_graph
 from llmc.quantization.pairs import AbsorbPair, Rows, find_pairs
 from llmc.quantization.rescale import Rescaling, SourceFactors, prove
 from torch import Tensor, fx
@@ -67,10 +65,7 @@ def models(tiny_checkpoint: Callable[..., Path]) -> Callable[[str], Model]:
         if architecture not in _MODELS:
             options = {"layer_types": ["sliding_attention", "full_attention"]} if architecture == "gemma3" else {}
             checkpoint = open_checkpoint(str(tiny_checkpoint(architecture, num_hidden_layers=2, **options)))
-            module = trace(checkpoint.config)
-            for step in (Canonicalise(), FuseRmsNorm(), FuseRope(), FuseGlu(), FuseQkv(), FuseGateUp(), FuseAddNorm()):
-                step.run(module)
-            _MODELS[architecture] = Model(module, checkpoint)
+            _MODELS[architecture] = Model(calibration_graph(trace(checkpoint.config)), checkpoint)
         return _MODELS[architecture]
 
     return make
