@@ -9,7 +9,9 @@ from pathlib import Path
 from torch import fx
 
 from ..codegen import Backend, ProgramOptions, make_backend
-from ..errors import CapacityError, QualityError
+from ..errors import CapacityError, QualityError, UsageError
+from ..formats.grid import Grid
+from ..formats.static_step import LARGEST, split_step
 from ..passes.graph import WeightTable, copy_module
 from ..passes.quantize import Quantize
 from ..quantization.build_memory import BuildMemory
@@ -62,9 +64,19 @@ class TargetQuantizer:
     def run(self, backend: Backend, program_options: ProgramOptions) -> Calibrated:
         """Choose formats, quantise, measure; with `max_kl`, as often as it takes to keep to it.
 
-        Raises `QualityError` with the nearest figures where the limits cannot be met.
+        Raises `QualityError` with the nearest figures where the limits cannot be met, and `UsageError` for options that do nothing for
+        this target; the finished layers are then of no use and go.
         """
+        try:
+            return self._run(backend, program_options)
+        except (QualityError, UsageError):
+            self.work.remove()
+            raise
+
+    def _run(self, backend: Backend, program_options: ProgramOptions) -> Calibrated:
         budget = BitBudget(self.model, backend, self.progress, chooses_kv=self.chooses_kv)
+        default = self._default_formats(backend)
+        self._check_use(backend.target.name, backend.candidates if budget.is_limited else tuple(default.values()))
         factor = 1.0
         for number in range(1, _ROUNDS + 1):
             allocation = budget.allocate(factor) if budget.is_limited else None
@@ -72,8 +84,13 @@ class TargetQuantizer:
             kv_layers = budget.kv_layers(allocation)
             formatted = make_backend(backend.target, replace(program_options, formats=chosen, kv_layers=kv_layers))
             self.progress.stage(f"quantize, round {number}" if number > 1 else "quantize")
-            quantizer = self._quantizer(formatted, chosen or self._default_formats(backend))
+            quantizer = self._quantizer(formatted, chosen or default)
             model = quantizer.run()
+            if self.options.static_activations:
+                steps = {name: format for name, format in quantizer.formats.items() if split_step(format)[1] is not None}
+                formatted = make_backend(
+                    backend.target, replace(program_options, formats=chosen | steps, kv_layers=kv_layers)
+                )
             self.progress.stage("measure")
             quality = self._measure(quantizer, kv_layers or ())
             if self.options.max_kl is None or quality.kl_mean <= self.options.max_kl:
@@ -86,6 +103,17 @@ class TargetQuantizer:
             f"--max-kl {self.options.max_kl:g}: the nearest allocation found has a mean KL of {quality.kl_mean:.4g} after {number} rounds; "
             "allow more, or raise --memory-budget"
         )
+
+    def _check_use(self, target: str, formats: Sequence[str]) -> None:
+        """Refuse options that do nothing for the formats that matrices of a target may have."""
+        if self.options.static_activations and LARGEST.keys().isdisjoint(formats):
+            raise UsageError(
+                f"--static-activations: target {target} rounds no inputs to 8 bits; choose a scheme that does, int8 or fp8 on a GPU"
+            )
+        if self.options.method and self.method.rounding != "rtn" and not any(map(Grid.parse, formats)):
+            raise UsageError(
+                f"--method {self.method}: it rounds to integers, and target {target} stores none; choose rtn, or smoothquant+rtn"
+            )
 
     def _plan_memory(self) -> tuple[BuildMemory, bool]:
         """What quantising takes, and whether activations have to go to files. Raises CapacityError where even that is too much."""
@@ -121,6 +149,7 @@ class TargetQuantizer:
             decode=backend.decode_matrix,
             work=self.work,
             strength=strength_for(str(self.model.checkpoint.config.model_type)),
+            static_inputs=self.options.static_activations,
             spill=self.spill,
             on_step=on_step,
         )
@@ -141,6 +170,7 @@ class TargetQuantizer:
             "layers": int(self.model.checkpoint.config.num_hidden_layers),
             "method": str(self.method),
             "calibration": self.model.calibration.digest,
+            "static_activations": self.options.static_activations,
         }
 
     def _report(

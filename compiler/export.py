@@ -60,6 +60,8 @@ class ExportOptions:
             raise UsageError("export: --type and --head-type are for --format gguf; use --quantization")
         if self.format == "gguf" and self.activations != "16-bit":
             raise UsageError(f"export: GGUF has no {self.quantization!r}; choose a --type, or --format compressed-tensors")
+        if self.quantize.static_activations and self.activations == "16-bit":
+            raise UsageError("export: --static-activations is for --quantization w8a8 and fp8, which round activations to 8 bits")
         if self.quantization not in (None, "fp8") and self.grid is None:
             names = [str(Grid(bits=8)), "w8a8", "fp8", *(f"int{bits}-g{g}" for bits in BITS for g in GROUP_SIZES)]
             raise UsageError(
@@ -72,13 +74,9 @@ class ExportOptions:
         return Grid.parse(self.quantization) if self.quantization is not None else None
 
     @property
-    def calibrated_grid(self) -> Grid:
-        """The grid that a calibrated quantisation of the layers aims at. Raises `UsageError` where the type asked for has none."""
-        if self.activations != "16-bit":
-            raise UsageError(
-                f"export: --method and --calibration are for integer weights; {self.quantization!r} is rounded to nearest"
-            )
-        if self.grid is not None:
+    def calibrated_grid(self) -> Grid | None:
+        """The grid that a calibrated quantisation of the layers aims at, None for fp8. Raises `UsageError` where a type has none."""
+        if self.grid is not None or self.activations == "fp8":
             return self.grid
         if self.format != "gguf":
             return Grid(bits=4, group=128)
@@ -180,15 +178,17 @@ def _run_calibrated(checkpoint: Checkpoint, options: ExportOptions, progress: Pr
     from .export_calibrated import quantize_for_export
 
     grid, is_gguf = options.calibrated_grid, options.format == "gguf"
-    label = f"{grid}-{options.quantize.method or 'gptq'}"
+    label = f"{options.quantization or grid}-{options.quantize.method or 'gptq'}"
     output = options.output or Path(f"{Path(checkpoint.name).name}-{label}{'.gguf' if is_gguf else ''}")
     check_new(output)
     head = is_gguf and options.head_type in (None, "Q8_0")
-    model, report, quantizer = quantize_for_export(checkpoint, grid, options.quantize, output, progress, head=head)
+    model, report, quantizer = quantize_for_export(
+        checkpoint, grid, options.activations, options.quantize, output, progress, head=head
+    )
     if is_gguf:
         written = write_gguf(output, model, options.type or "Q8_0", options.head_type or "Q8_0")
     else:
-        written = write_compressed_tensors(output, model)
+        written = write_compressed_tensors(output, model, activations=options.activations)
     quantizer.work.remove()
     return replace(written, quantization=report)
 

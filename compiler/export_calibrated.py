@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from ..codegen import make_backend
+from ..codegen.export.compressed_config import Activations
 from ..formats.grid import Grid, QuantizedMatrix
 from ..passes.graph import WeightTable
 from ..quantization.report import QuantizationReport
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     import torch
 
 
+_TARGETS: Final[dict[Activations, str]] = {"16-bit": "cpu-int8", "int8": "a100-int8", "fp8": "h100-fp8"}
+
+
 class QuantizedExport(CheckpointModel):
     """A checkpoint with the matrices of a quantiser, and float tensors rescaled as those need them.
 
@@ -31,15 +35,19 @@ class QuantizedExport(CheckpointModel):
         super().__init__(checkpoint)
         self._quantized = done.model
         self._places: dict[str, tuple[str, int, int]] = {}  # source -> graph weight, first row, row after the last
-        grids = {record.name: Grid.parse(record.format) for record in done.model.records}
+        records = {record.name: record for record in done.model.records}
         self._grids: dict[str, Grid] = {}
+        self._steps: dict[str, float] = {}
         for name, weight in table.items():
             first = 0
             for source in weight.sources:
                 stop = first + checkpoint.shape(source)[0] if source in checkpoint.tensor_names() else first
-                grid = grids.get(name)
+                record = records.get(name)
+                grid = Grid.parse(record.format) if record is not None else None
                 if grid is not None and (head or ".layers." in name):
                     self._places[source], self._grids[source] = (name, first, stop), grid
+                if record is not None and record.input_step is not None:
+                    self._steps[source] = record.input_step
                 first = stop
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -47,6 +55,9 @@ class QuantizedExport(CheckpointModel):
 
     def grid(self, name: str) -> Grid | None:
         return self._grids.get(name)
+
+    def input_step(self, name: str) -> float | None:
+        return self._steps.get(name)
 
     def quantized(self, name: str) -> QuantizedMatrix:
         weight, first, stop = self._places[name]
@@ -56,15 +67,25 @@ class QuantizedExport(CheckpointModel):
 
 
 def quantize_for_export(
-    checkpoint: Checkpoint, grid: Grid, options: QuantizationOptions, output: Path, progress: Progress, *, head: bool
+    checkpoint: Checkpoint,
+    grid: Grid | None,
+    activations: Activations,
+    options: QuantizationOptions,
+    output: Path,
+    progress: Progress,
+    *,
+    head: bool,
 ) -> tuple[QuantizedExport, QuantizationReport, TargetQuantizer]:
-    """Quantise the layers to `grid`; the last of the three owns the work folder, to be removed when the export is done."""
-    compile_options = CompileOptions(
-        model=str(checkpoint.path), target="cpu-int8", quantization=str(grid) if grid.group else "int8-channel", quantize=options
-    )
+    """Quantise the layers as a target does that has those weights and activations; the `grid` is that of 16-bit ones.
+
+    The last of the three owns the work folder, to be removed when the export is done.
+    """
+    target = _TARGETS[activations]
+    quantization = None if activations != "16-bit" or grid is None else str(grid) if grid.group else "int8-channel"
+    compile_options = CompileOptions(model=str(checkpoint.path), target=target, quantization=quantization, quantize=options)
     quantizer = TargetQuantizer(
         checkpoint, trace(checkpoint.config), compile_options, output.absolute().with_name(f".{output.name}.quantized"), progress
     )
     program = compile_options.program_options()
-    done = quantizer.run(make_backend(resolve_target("cpu-int8"), program), program)
+    done = quantizer.run(make_backend(resolve_target(target), program), program)
     return QuantizedExport(checkpoint, quantizer.model.table, done, head=head), done.report, quantizer

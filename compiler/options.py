@@ -32,6 +32,7 @@ class QuantizationOptions:
     calibration_length: int = 512
     memory_budget: int | None = None
     max_kl: float | None = None
+    static_activations: bool = False
     max_build_memory: int | None = None
     resume: bool = False
 
@@ -51,7 +52,8 @@ class QuantizationOptions:
     def calibrates(self) -> bool:
         """Whether the weights ask for it: by a method that looks at activations, or to keep to a limit."""
         by_method = self.method is not None and Method.parse(self.method).needs_calibration
-        return by_method or any(value is not None for value in (self.calibration, self.memory_budget, self.max_kl))
+        limited = any(value is not None for value in (self.calibration, self.memory_budget, self.max_kl))
+        return by_method or limited or self.static_activations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

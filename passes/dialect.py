@@ -8,7 +8,7 @@ by token, which is why the same graph is the flattened batch of many sequences. 
 * `f32`, `bf16`: both the same;
 * `f16`: inputs in f32 (CPU);
 * `int8`, `int<bits>-g<group>`, `int<bits>-g<group>-asym`: integers, inputs rounded to 16 bits of each row's range (CPU);
-* `fp8`, `fp8-fnuz`, `w8a8`: E4M3 or int8 weights with a scale for each row, inputs likewise (GPU);
+* `fp8`, `fp8-fnuz`, `w8a8`: E4M3 or int8 weights with a scale for each row, inputs likewise (GPU), or, with `-static<step>`, in such steps;
 * `w4a16-g<group>`: int4 weights, bf16 inputs (GPU).
 
 In eager execution the weight argument already holds the decoded values; only the rounding of the input is applied here.
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ..formats.static_step import LARGEST, split_step
 from . import kv_formats
 
 llmc = torch.ops.llmc  # the namespace the operators below are called through
@@ -34,20 +35,19 @@ ACTIVATIONS = {
 }
 
 
-_FP8 = {"fp8": (torch.float8_e4m3fn, 448.0), "fp8-fnuz": (torch.float8_e4m3fnuz, 240.0)}
+_FP8 = {"fp8": torch.float8_e4m3fn, "fp8-fnuz": torch.float8_e4m3fnuz}
 
 
-def _round_rows(x: Tensor, format: str) -> Tensor:
+def round_rows(x: Tensor, format: str) -> Tensor:
     """What packing does to the numbers: bf16 rounds to nearest even; the others keep some bits of each row's range."""
     if format == "bf16" or format.startswith("w4a16"):
         return x.to(torch.bfloat16).to(x.dtype)
-    if format in _FP8:
-        dtype, largest = _FP8[format]
-        step = x.abs().amax(-1, keepdim=True).clamp_min(1e-30) / largest
-        return (x / step).clamp(-largest, largest).to(dtype).to(x.dtype) * step
-    if format == "w8a8":
-        step = x.abs().amax(-1, keepdim=True).clamp_min(1e-30) / 127
-        return torch.round(x / step) * step
+    kind, static = split_step(format)
+    if kind in LARGEST:
+        largest = LARGEST[kind]
+        step = x.abs().amax(-1, keepdim=True).clamp_min(1e-30) / largest if static is None else static
+        scaled = (x / step).clamp(-largest, largest)
+        return (scaled.to(_FP8[kind]).to(x.dtype) if kind in _FP8 else torch.round(scaled)) * step
     if format.startswith("int"):
         step = x.abs().amax(-1, keepdim=True).clamp_min(1e-30) / 32512
         return torch.round(x / step) * step
@@ -72,7 +72,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float, pack: str = "
     With `pack`, the output is packed as the input of a linear of that format.
     """
     out = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * (weight + offset)
-    return _round_rows(out, pack)
+    return round_rows(out, pack)
 
 
 @rms_norm.register_fake
@@ -99,7 +99,7 @@ def add_rms_norm(
         x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + post_eps) * (post_weight + offset)
     total = residual + x
     out = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + eps) * (weight + offset)
-    return _round_rows(out, pack), total
+    return round_rows(out, pack), total
 
 
 @add_rms_norm.register_fake
@@ -110,7 +110,7 @@ def _(x: Tensor, *_: object) -> tuple[Tensor, Tensor]:
 @torch.library.custom_op("llmc::pack_rows", mutates_args=())
 def pack_rows(x: Tensor, format: str) -> Tensor:
     """The rows of `x` in the input format of a linear of `format`; the same shape, rounded."""
-    return _round_rows(x, format).clone()
+    return round_rows(x, format).clone()
 
 
 @pack_rows.register_fake
@@ -121,7 +121,7 @@ def _(x: Tensor, *_: object) -> Tensor:
 @torch.library.custom_op("llmc::linear", mutates_args=())
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, format: str = "f32") -> Tensor:
     """`x [1, T, K]` times `weight [N, K]` transposed, plus `bias [N]`."""
-    return functional.linear(_round_rows(x, format), weight, bias)
+    return functional.linear(round_rows(x, format), weight, bias)
 
 
 @linear.register_fake
@@ -143,7 +143,7 @@ def _(gate: Tensor, *_: object) -> Tensor:
 @torch.library.custom_op("llmc::linear_glu", mutates_args=())
 def linear_glu(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, format: str = "f32") -> Tensor:
     """One product with `weight [2*I, K]` (gate rows, then up rows) and `activation(gate) * up`: `[1, T, I]`."""
-    gate, up = functional.linear(_round_rows(x, format), weight, bias).chunk(2, -1)
+    gate, up = functional.linear(round_rows(x, format), weight, bias).chunk(2, -1)
     return ACTIVATIONS[activation](gate) * up
 
 
@@ -155,7 +155,7 @@ def _(x: Tensor, weight: Tensor, *_: object) -> Tensor:
 @torch.library.custom_op("llmc::linear_residual", mutates_args=())
 def linear_residual(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, format: str = "f32") -> Tensor:
     """`residual [1, T, N]` plus a linear of `x [1, T, K]`; executors update the residual in place."""
-    return residual + functional.linear(_round_rows(x, format), weight, bias)
+    return residual + functional.linear(round_rows(x, format), weight, bias)
 
 
 @linear_residual.register_fake

@@ -11,6 +11,7 @@ from torch import fx
 
 from ..errors import PassError, UsageError
 from ..formats.grid import BITS, GROUP_SIZES
+from ..formats.static_step import split_step
 from .base import Pass, PassResult
 from .dialect import LINEARS, llmc
 from .graph import WeightTable, calls, clean, weight_argument
@@ -39,7 +40,7 @@ class QuantizeOptions:
 
     def __post_init__(self) -> None:
         for name, value in (("weights", self.weights), ("head", self.head), *self.overrides.items()):
-            if value not in FORMATS:
+            if split_step(value)[0] not in FORMATS:
                 raise UsageError(f"quantize: {name} format {value!r} is unknown; choose one of {_NAMES}, with {_NUMBERS}")
         if self.head.startswith(_NO_EMBEDDING):
             raise UsageError(
@@ -49,7 +50,7 @@ class QuantizeOptions:
 
 class Quantize(Pass):
     """int8, fp8 and w8a8 have a scale for each row, formats with `-g` a float16 scale for each group of columns, those with `-asym` a
-    minimum, too."""
+    minimum, too. Formats with `-static` are the ones without it where weights are stored."""
 
     name = "quantize"
     summary = "set the stored format of every matrix"
@@ -77,8 +78,9 @@ class Quantize(Pass):
                 raise PassError(f"quantize: {weight} has shape {table[weight].shape}, expected a matrix [rows, columns]")
             changed |= node.args[-1] != format
             node.args = (*node.args[:-1], format)
-            table.set_format(weight, format)
-            matches[format] += 1
+            stored = split_step(format)[0]
+            table.set_format(weight, stored)
+            matches[stored] += 1
         clean(module)
         return PassResult(changed=changed, matches=matches)
 

@@ -1,14 +1,13 @@
 """AutoRound: learns by signed gradient descent which way to round each weight, and how far each group's range reaches.
 
-Cheng et al. 2023: q = round(w / s + V), V in [-0.5, 0.5]. The loss is a layer's own (`autoround`, from the second moment of its inputs)
-or that of a whole block's outputs (`autoround_block`, several matrices at once).
+Cheng et al. 2023: q = round(w / s + V), V in [-0.5, 0.5]. They learn from a whole block's outputs; here each matrix learns from its own,
+exactly and for all tokens at once, by the second moment of its inputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Final
 
 import numpy as np
 import torch
@@ -19,13 +18,9 @@ from ..formats.floats import row_slices
 from ..formats.grid import Grid, QuantizedMatrix, stack
 from ..formats.round_to_nearest import GroupScales, choose_scales
 
-Block: TypeAlias = Callable[[Mapping[str, Tensor], int], Tensor]
-"""The output of a block with the given weights, by name, on minibatch number i; differentiable in the weights."""
-
 STEPS: Final = 200
 _ROW_VALUES: Final = 1 << 22
 _RANGE: Final = 0.5  # how much of a group's range may be given up or added at each end
-_CHECKS: Final = 20  # evaluations of a block on all minibatches
 _LARGEST: Final = 65504.0  # of float16
 _TINY: Final = 1e-38
 
@@ -170,67 +165,6 @@ def _choose(better: Tensor, new: QuantizedMatrix, old: QuantizedMatrix) -> Quant
     minimum = None if new.minimum is None or old.minimum is None else np.where(rows, new.minimum, old.minimum)
     codes, scale = np.where(rows, new.codes, old.codes), np.where(rows, new.scale, old.scale)
     return QuantizedMatrix(grid=new.grid, codes=codes, scale=scale, minimum=minimum)
-
-
-def autoround_block(
-    weights: Mapping[str, Tensor],
-    grids: Mapping[str, Grid],
-    block: Block,
-    targets: Sequence[Tensor],
-    *,
-    importance: Mapping[str, Tensor] | None = None,
-    steps: int = STEPS,
-    seed: int = 0,
-) -> tuple[dict[str, QuantizedMatrix], AutoRoundRecord]:
-    """The matrices `weights [N, K]` of a block, each on the grid of its name, learnt together so that its outputs come near `targets`.
-
-    `targets[i]` is the float block's output on minibatch i; a step learns from one minibatch, in an order that `seed` settles. The best
-    of the states that were tried on all minibatches is kept, the start, rounding to nearest weighted by `importance [K]`, among them.
-    Raises PassError for names that differ, no minibatches, and outputs of another shape than their target or that are not finite.
-    """
-    if weights.keys() != grids.keys() or not weights:
-        raise PassError(f"autoround: weights {sorted(weights)} and grids {sorted(grids)} differ; give one grid for each weight")
-    if not targets:
-        raise PassError("autoround: no minibatches to learn from; give at least one")
-    _check_steps(steps)
-    roundings = {name: _Rounding(w.float(), grids[name], (importance or {}).get(name)) for name, w in weights.items()}
-    whole = sum(float(target.float().square().sum(dtype=torch.float64)) for target in targets)
-    interval = max(steps // _CHECKS, len(targets))  # trying a state on all minibatches costs about as many steps
-    generator = torch.Generator().manual_seed(seed)
-    queue: list[int] = []
-    best: dict[str, QuantizedMatrix] = {}
-    start = lowest = torch.inf
-    best_step = 0
-    for step in range(steps + 1):
-        if step % interval == 0 or step == steps:
-            with torch.no_grad():
-                values = {name: rounding.values() for name, rounding in roundings.items()}
-                loss = sum(float(_squared_error(block, values, i, target)) for i, target in enumerate(targets))
-                loss = loss / whole if whole else loss
-                start = loss if step == 0 else start
-                if loss < lowest:
-                    lowest, best_step = loss, step
-                    best = {name: rounding.matrix() for name, rounding in roundings.items()}
-        if step < steps:
-            queue = queue or torch.randperm(len(targets), generator=generator).tolist()
-            index = queue.pop()
-            values = {name: rounding.values() for name, rounding in roundings.items()}
-            torch.autograd.backward(_squared_error(block, values, index, targets[index]))
-            for rounding in roundings.values():
-                rounding.step((1 - step / steps) / steps)
-    return best, AutoRoundRecord(loss_before=start, loss=lowest, best_step=best_step)
-
-
-def _squared_error(block: Block, values: Mapping[str, Tensor], index: int, target: Tensor) -> Tensor:
-    output = block(values, index)
-    if output.shape != target.shape:
-        raise PassError(
-            f"autoround: the block's output on minibatch {index} has shape {list(output.shape)}, its target {list(target.shape)}"
-        )
-    error = (output.float() - target.float()).square().sum()
-    if not bool(error.isfinite()):
-        raise PassError(f"autoround: the block's output on minibatch {index} is not finite; check weights and inputs")
-    return error
 
 
 def _check_steps(steps: int) -> None:

@@ -1,4 +1,7 @@
-"""AWQ: scales that protect the weights which meet large activations, then limits for what is left to round (Lin et al. 2023)."""
+"""AWQ: scales that protect the weights which meet large activations (Lin et al. 2023).
+
+Their search for limits of what is left to round is that of `opt-rtn`, which follows.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,6 @@ from ..formats.grid import Grid
 from ..formats.round_to_nearest import round_to_nearest
 
 RATIOS: Final = tuple(step / 20 for step in range(20))
-SHRINK: Final = (0.9, 0.8, 0.7, 0.6, 0.5)  # of a group's largest magnitude; rounding itself searches between
 
 _SAMPLE_ROWS: Final = 256
 _LIMIT: Final = 1e4  # a scale lies in 1/_LIMIT.._LIMIT before it is centred
@@ -43,21 +45,6 @@ class ScaleSearch:
     def spread(self) -> float:
         """s_max / s_min."""
         return float(self.scale.max() / self.scale.min())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClipSearch:
-    """`limit [N, G]`, the largest magnitude kept in each group, and `weight [N, K]` clipped to it; losses without and with.
-
-    Rounding `weight` with `round_to_nearest(weight, grid, importance)`, with the `importance` and `search` of the call, is what was
-    measured. A group that is better left alone has its own largest magnitude as limit.
-    """
-
-    weight: Tensor
-    limit: Tensor
-    clipped_share: float
-    loss_before: float
-    loss_after: float
 
 
 def search_scales(
@@ -102,55 +89,6 @@ def scale_at(ratio: float, x_mean: Tensor, w_mean: Tensor) -> Tensor:
     return scale
 
 
-def search_clip(
-    consumer: Consumer, second_moment: Tensor, *, importance: Tensor | None = None, search: bool | None = None
-) -> ClipSearch:
-    """For each group of `consumer` the largest magnitude to keep, down to half of what it holds, by the error of the group's output.
-
-    `second_moment [K, K]` and `consumer.weight` are of the scaled input and weights. `importance` and `search` are those of
-    `choose_scales` when the weight is rounded later. The error of group g is `dw H_gg dw^T`: what the groups have in common is left to
-    methods that round column by column.
-    """
-    weight, grid = consumer.weight, consumer.grid
-    n, k = weight.shape
-    width = grid.group or k
-    blocks = _diagonal_blocks(second_moment, width)
-    limit = _groups(weight, width).abs().amax(-1)
-    clipped = weight.clone()
-    total = torch.zeros(2, dtype=torch.float64)
-    moved = 0
-    for rows in row_slices(n, k, _SLICE_VALUES):
-        part = weight[rows]
-        weighed = importance[rows] if importance is not None and importance.dim() == 2 else importance
-
-        def error(candidate: Tensor, part: Tensor = part, weighed: Tensor | None = weighed) -> Tensor:
-            rounded = _rounded(candidate, grid, weighed, search)
-            return _quadratic(_groups(rounded - part, width), blocks)
-
-        largest = limit[rows].clone()
-        kept = torch.ones_like(largest)
-        best = error(part)
-        total[0] += best.sum()
-        for factor in SHRINK:
-            bound = (largest * factor).repeat_interleave(width, 1)[:, :k]
-            found = error(part.clamp(-bound, bound))
-            better = found < best
-            best = torch.where(better, found, best)
-            kept[better] = factor
-        total[1] += best.sum()
-        moved += int((kept < 1).sum())
-        limit[rows] = largest * kept
-        bound = limit[rows].repeat_interleave(width, 1)[:, :k]
-        clipped[rows] = part.clamp(-bound, bound)
-    return ClipSearch(
-        weight=clipped,
-        limit=limit,
-        clipped_share=moved / limit.numel(),
-        loss_before=float(total[0]) / n,
-        loss_after=float(total[1]) / n,
-    )
-
-
 def _output_loss(second_moment: Tensor, consumers: Sequence[Consumer], sample_rows: int | None) -> Callable[[Tensor], float]:
     """`loss(scale)`: the mean square error of all consumers' outputs, tr(dW H dW^T) over the rows, with dW = Q(W s) / s - W."""
     samples = [_spaced(consumer.weight, sample_rows) for consumer in consumers]
@@ -191,21 +129,3 @@ def _mean_magnitude(consumers: Sequence[Consumer]) -> Tensor:
 def _groups(w: Tensor, width: int) -> Tensor:
     """`[N, K]` to `[N, G, width]`, padded with zeros; G as the grid counts them but for groups of padding alone."""
     return pad(w, (0, -w.shape[1] % width)).view(len(w), -1, width)
-
-
-def _diagonal_blocks(second_moment: Tensor, width: int) -> Tensor:
-    """`[K, K]` to its diagonal blocks `[G, width, width]`."""
-    k = len(second_moment)
-    padded = pad(second_moment, (0, -k % width, 0, -k % width))
-    groups = len(padded) // width
-    return padded.view(groups, width, groups, width).diagonal(dim1=0, dim2=2).permute(2, 0, 1).contiguous()
-
-
-def _quadratic(difference: Tensor, blocks: Tensor) -> Tensor:
-    """`dw H_gg dw^T` for each row and group: `[N, G, width]` and `[G, width, width]` to `[N, G]`."""
-    products = torch.bmm(difference.transpose(0, 1), blocks).transpose(0, 1)
-    return (products * difference).sum(-1)
-
-
-def _rounded(weight: Tensor, grid: Grid, importance: Tensor | None, search: bool | None) -> Tensor:
-    return torch.from_numpy(round_to_nearest(weight, grid, importance, search=search).dequantize())

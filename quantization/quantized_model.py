@@ -14,6 +14,7 @@ class MatrixRecord:
     """What became of one matrix; losses are relative squared errors of its outputs (None where it was not rounded to a grid).
 
     They are measured on every eighth sample, which the method does not see, beside what plain rounding to nearest loses there.
+    `input_step` is that of all its inputs where they are rounded in steps of one size (`find_step`).
     """
 
     name: str
@@ -22,6 +23,7 @@ class MatrixRecord:
     loss: float | None = None
     rtn_loss: float | None = None
     tokens: int = 0
+    input_step: float | None = None
 
 
 @dataclass(slots=True)

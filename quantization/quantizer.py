@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Protocol
 
@@ -11,7 +12,8 @@ from torch import Tensor, fx
 
 from ..formats.floats import Array
 from ..formats.grid import Grid, QuantizedMatrix
-from ..passes.dialect import llmc
+from ..formats.static_step import LARGEST, split_step, with_step
+from ..passes.dialect import LINEARS, llmc
 from ..passes.graph import Weight, WeightTable, calls, weight_argument
 from .calibration import layer_detectors as detectors
 from .equalise import equalise
@@ -22,6 +24,7 @@ from .quantized_model import MatrixRecord, QuantizedModel
 from .rescale import Rescaling, SourceTensors, prove
 from .rounding import RoundingNotes, output_losses, round_matrix
 from .second_moment import SecondMoment
+from .static_steps import find_step
 from .work_folder import Part, WorkFolder
 
 _HELD_OUT = 8  # every so many samples one is kept from the methods, to measure what they lose
@@ -50,17 +53,18 @@ class Quantizer:
         decode: Callable[[Array, str], Array],
         work: WorkFolder,
         strength: float,
+        static_inputs: bool = False,
         spill: Path | None = None,
         on_step: Callable[[Step], object] = lambda step: None,
     ) -> None:
         """`formats` names every matrix's stored format; `samples` are token ids `[T]`; `decode` rounds to formats without a grid.
 
-        `strength` is SmoothQuant's alpha; `spill` is a folder for activations that shall not stay in memory; `on_step` is told of each step
-        when it is done.
+        `strength` is SmoothQuant's alpha; with `static_inputs`, linears that round their inputs to 8 bits get one step for all tokens;
+        `spill` is a folder for activations that shall not stay in memory; `on_step` is told of each step when it is done.
         """
         self.module = module
         self.table = WeightTable.of(module)
-        self.formats = formats
+        self.formats = dict(formats)
         self.method = method
         self.samples = samples
         self.sources = sources
@@ -68,6 +72,7 @@ class Quantizer:
         self.decode = decode
         self.work = work
         self.strength = strength
+        self.static_inputs = static_inputs
         self.spill = spill
         self.on_step = on_step
         self.steps = make_steps(module)
@@ -79,8 +84,7 @@ class Quantizer:
         """Quantise everything that has a grid."""
         for pair in self.pairs:
             prove(self.module, pair, self.sources)
-        for node in calls(self.module, llmc.linear.default, llmc.linear_glu.default):  # from here on, inputs are rounded too
-            node.args = (*node.args[:-1], self.formats[linear_weight(node)])
+        self._set_formats(self.formats)
         self._quantize_tied_head()
         forward = self._forward()
         layers = sorted({step.layer for step in self.steps})
@@ -108,7 +112,7 @@ class Quantizer:
         if matrix is not None:
             return torch.from_numpy(matrix.dequantize())
         value = self._float(name)
-        format = self.formats.get(name, "f32")
+        format = split_step(self.formats.get(name, "f32"))[0]
         if value.dim() == 2 and Grid.parse(format) is None and format != "f32":
             return torch.from_numpy(self.decode(value.numpy(), format))
         return value
@@ -131,6 +135,8 @@ class Quantizer:
 
         for step in steps:
             forward.run(step, read)
+            if self.static_inputs:
+                self._set_formats(self._find_input_steps(step, forward))
             moment = self._moment(step, forward)
             for name in step.weights():
                 if name not in self.result.parts:
@@ -140,26 +146,34 @@ class Quantizer:
                     if matrix is not None:
                         matrices[name] = matrix
             self.on_step(step)
-        rows = [[r.name, r.format, r.layer, r.loss, r.rtn_loss, r.tokens] for r in records]
-        part.write(matrices, arrays, {"records": rows, "warnings": warnings})
+        part.write(matrices, arrays, {"records": [asdict(record) for record in records], "warnings": warnings})
         self._take(part, rescaled=True)
 
     def _round(
         self, name: str, step: Step, forward: Forward, moment: SecondMoment | None
     ) -> tuple[MatrixRecord, QuantizedMatrix | None, list[str]]:
-        grid = Grid.parse(self.formats[name])
+        format, input_step = split_step(self.formats[name])
+        grid = Grid.parse(format)
         if grid is None or moment is None or step.source is None:
-            return MatrixRecord(name=name, format=self.formats[name], layer=step.layer), None, []
+            return MatrixRecord(name=name, format=format, layer=step.layer, input_step=input_step), None, []
         w = self._float(name)
         matrix, notes = round_matrix(w, grid, self.method.rounding, moment)
         held_out = (x for index, x in enumerate(forward.values(step.source)) if self._is_held_out(index))
         loss, rtn_loss = output_losses(w, matrix, held_out)
-        record = MatrixRecord(name=name, format=str(grid), layer=step.layer, loss=loss, rtn_loss=rtn_loss, tokens=moment.tokens)
+        record = MatrixRecord(
+            name=name,
+            format=str(grid),
+            layer=step.layer,
+            loss=loss,
+            rtn_loss=rtn_loss,
+            tokens=moment.tokens,
+            input_step=input_step,
+        )
         return record, matrix, _doubts(record, moment, notes, self.method)
 
     def _moment(self, step: Step, forward: Forward) -> SecondMoment | None:
         """Statistics of the value that a step's linears read; None where nothing of them is to be rounded."""
-        wanted = [name for name in step.weights() if name not in self.result.parts and Grid.parse(self.formats[name])]
+        wanted = [name for name in step.weights() if name not in self.result.parts and self._grid(name)]
         if step.source is None or not wanted:
             return None
         whole = self.method.rounding in ("gptq", "autoround")
@@ -168,10 +182,36 @@ class Quantizer:
     def _measure(self, step: Step, forward: Forward, name: str, *, diagonal_only: bool) -> SecondMoment:
         assert step.source is not None
         moment = SecondMoment(int(step.source.meta["val"].shape[-1]), name=name, diagonal_only=diagonal_only)
+        for value in self._calibration_values(step, forward):
+            moment.update(value)
+        return moment
+
+    def _calibration_values(self, step: Step, forward: Forward) -> Iterator[Tensor]:
+        """The value that a step's linears read, `[T, width]` for each sample that is not held out."""
+        assert step.source is not None
         for index, value in enumerate(forward.values(step.source)):
             if len(self.samples) < _HELD_OUT or not self._is_held_out(index):
-                moment.update(value)
-        return moment
+                yield value
+
+    def _find_input_steps(self, step: Step, forward: Forward) -> dict[str, str]:
+        """Formats with a step for the linears that round their inputs to 8 bits; those of one format that read one value share it."""
+        found: dict[str, str] = {}
+        for format in sorted({self.formats[name] for name in step.weights()} & LARGEST.keys()):
+            names = [name for name in step.weights() if self.formats[name] == format]
+            size = find_step(lambda: self._calibration_values(step, forward), map(self._float, names), format)
+            found |= dict.fromkeys(names, with_step(format, size))
+        return found
+
+    def _set_formats(self, formats: Mapping[str, str]) -> None:
+        """Round the inputs of these matrices as their formats say, from here on."""
+        self.formats |= formats
+        for node in calls(self.module, *LINEARS):
+            name = linear_weight(node)
+            if name in formats:
+                node.args = (*node.args[:-1], formats[name])
+
+    def _grid(self, name: str) -> Grid | None:
+        return Grid.parse(split_step(self.formats[name])[0])
 
     def _is_held_out(self, index: int) -> bool:
         return len(self.samples) < _HELD_OUT or index % _HELD_OUT == 0
@@ -209,7 +249,7 @@ class Quantizer:
         """A head that is also the embedding is needed first but read last: its inputs are measured in a run of the float model."""
         embeddings = {str(weight_argument(node, 0).target) for node in calls(self.module, llmc.embedding.default)}
         step = self.steps[-2]
-        tied = [name for name in step.weights() if name in embeddings and Grid.parse(self.formats[name])]
+        tied = [name for name in step.weights() if name in embeddings and self._grid(name)]
         if not tied:
             return
         self._made_from.append([[name, self.formats[name]] for name in tied])
@@ -220,18 +260,16 @@ class Quantizer:
                 forward.run(each, self._read_unrounded)
             record, matrix, doubts = self._round(tied[0], step, forward, self._moment(step, forward))
             assert matrix is not None
-            row = [record.name, record.format, record.layer, record.loss, record.rtn_loss, record.tokens]
-            part.write({tied[0]: matrix}, {}, {"records": [row], "warnings": doubts})
+            part.write({tied[0]: matrix}, {}, {"records": [asdict(record)], "warnings": doubts})
         self._take(part)
 
     def _take(self, part: Part, *, rescaled: bool = False) -> None:
         """Add what a part holds to the result."""
-        record = part.record()
-        self.result.records += [
-            MatrixRecord(name=name, format=format, layer=layer, loss=loss, rtn_loss=rtn_loss, tokens=tokens)
-            for name, format, layer, loss, rtn_loss, tokens in record["records"]
-        ]
-        self.result.warnings += record["warnings"]
+        found = part.record()
+        records = [MatrixRecord(**fields) for fields in found["records"]]
+        self.result.records += records
+        self.result.warnings += found["warnings"]
+        self._set_formats({r.name: with_step(self.formats[r.name], r.input_step) for r in records if r.input_step})
         for name in part.names():
             self.result.parts[name] = part
         arrays = {name.removeprefix("rescaling/"): array for name, array in part.arrays().items()}

@@ -14,7 +14,7 @@ from .sensitivity import Sensitivity, format_bytes
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatrixRow:
     """A matrix as reports show it: `loss` and `rtn_loss` as in `MatrixRecord`; `kl_alone_int4` is the divergence that it alone on 4 bits
-    causes, where that was measured."""
+    causes, where that was measured; `input_step` is that of all its inputs where calibration has fixed one."""
 
     name: str
     layer: int
@@ -23,6 +23,7 @@ class MatrixRow:
     loss: float | None
     rtn_loss: float | None
     kl_alone_int4: float | None
+    input_step: float | None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -62,6 +63,7 @@ class QuantizationReport:
                     loss=_short(record.loss),
                     rtn_loss=_short(record.rtn_loss),
                     kl_alone_int4=_short(sensitivity.kl if sensitivity else None),
+                    input_step=record.input_step,
                 )
             )
         return rows

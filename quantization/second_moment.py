@@ -78,9 +78,3 @@ class SecondMoment:
             square.copy_(square.triu() + square.triu(1).T)
             self._matrix[stop:, start:stop] = self._matrix[start:stop, stop:].T
         return self._matrix
-
-    def disagreement(self) -> Tensor | None:
-        """How far the halves' largest |x| are apart, `[width]` from 0 (alike) to 1; None for fewer than two samples."""
-        if self.samples < 2:
-            return None
-        return (self.half_amax[0] - self.half_amax[1]).abs() / self.amax.clamp_min(torch.finfo(torch.float32).tiny)

@@ -93,7 +93,7 @@ class Extent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 class Argument(msgspec.Struct, frozen=True, array_like=True):
     """One launch argument, for a pointer: `["arena", byte offset]`, `["weight", index]`, `["input", name]`, or the start of
-    `["kv_pool", 0]`, `["logits", 0]`, `["sampling", 0]` (records of llmc_sampling), `["sampled", 0]` (int32 ids); for an integer:
+    `["kv_pool", 0]`, `["logits", 0]`, `["sampling", 0]` (records of llmc_sampling), `["sampled", 0]` (int32 ids); for a number:
     `["symbol", name]`, `["constant", value]`.
 
     Inputs are the int32 arrays of the step contract, symbols are T, R, B and `max_blocks`. The sampler takes `sampling` and
@@ -101,7 +101,7 @@ class Argument(msgspec.Struct, frozen=True, array_like=True):
     """
 
     kind: Literal["arena", "weight", "input", "symbol", "constant", "kv_pool", "logits", "sampling", "sampled"]
-    value: int | str
+    value: int | float | str
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 from ..errors import BundleError
@@ -24,6 +25,7 @@ from .program import (
 INPUTS = ("token_ids", "positions", "query_start", "context_len", "block_table", "logit_rows")
 SYMBOLS = ("T", "R", "B", "max_blocks")
 INTEGERS = {"i32": (-(2**31), 2**31), "u32": (0, 2**32), "i64": (-(2**63), 2**63), "u64": (0, 2**64)}
+FLOAT = "fp32"  # the one type of numbers that are not whole
 ELEMENTS = ("bf16", "fp16", "fp32", "fp64", "fp8e4nv", "fp8e4b8", "i8", "u8", "i16", "u16", "i32", "u32", "i64", "u64")
 _OF_SAMPLER = ("sampling", "sampled")
 
@@ -96,7 +98,7 @@ def _check_launches(program: GpuProgram, where: str) -> None:
     """Refuse a launch that names what is not there, has the wrong arguments or leaves the arena."""
     for name, kernel in program.kernels.items():
         for parameter in kernel.parameters:
-            if not (parameter.type in INTEGERS or (parameter.type[:1] == "*" and parameter.type[1:] in ELEMENTS)):
+            if not (parameter.type in (*INTEGERS, FLOAT) or (parameter.type[:1] == "*" and parameter.type[1:] in ELEMENTS)):
                 raise BundleError(f"{where}: parameter {parameter.name} of {name} has the unknown type {parameter.type[:40]!r}")
     for phase in program.phases:
         for call in phase.calls:
@@ -129,6 +131,8 @@ def _depends_on_rows_alone(axis: Extent) -> bool:
 
 def _is_valid(argument: Argument, parameter: ParameterEntry, program: GpuProgram, *, of_sampler: bool) -> bool:
     kind, value = argument.kind, argument.value
+    if parameter.type == FLOAT:
+        return kind == "constant" and isinstance(value, int | float) and math.isfinite(value)
     if kind in ("symbol", "constant"):
         bounds = INTEGERS.get(parameter.type)
         if bounds is None:

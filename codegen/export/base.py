@@ -57,6 +57,10 @@ class ExportModel(ABC):
         """The matrix on `grid(name)`, which is not None."""
         raise AssertionError(f"{name} has no grid")
 
+    def input_step(self, name: str) -> float | None:
+        """The one scale of a matrix's inputs where they are rounded to 8 bits with that of calibration; None: each token has its own."""
+        return None
+
     def importance(self, name: str) -> torch.Tensor | None:
         """How much the error of each input column matters, `[K]`, for matrices that the exporter quantises itself."""
         return None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from ...errors import UsageError
@@ -23,10 +23,14 @@ _SIBLINGS: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  #
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleScheme:
-    """How the weight of a linear module is stored: `packed` codes of `grid`, `int8` codes, or `fp8`, which have a scale a row."""
+    """How the weight of a linear module is stored: `packed` codes of `grid`, `int8` codes, or `fp8`, which have a scale a row.
+
+    With `static`, one stored scale is that of its inputs.
+    """
 
     kind: Kind
     grid: Grid | None = None
+    static: bool = False
 
 
 def choose_schemes(model: ExportModel, activations: Activations) -> tuple[dict[str, ModuleScheme], list[str]]:
@@ -46,9 +50,10 @@ def choose_schemes(model: ExportModel, activations: Activations) -> tuple[dict[s
         if activations == "fp8":
             if grid is not None:
                 raise UsageError(f"export: {name} is on {grid}; fp8 weights are made from an unquantised model")
-            schemes[name] = ModuleScheme(kind="fp8")
+            schemes[name] = ModuleScheme(kind="fp8", static=model.input_step(name) is not None)
         elif grid is not None:
-            schemes[name] = _scheme(name, shape, grid, activations)
+            scheme = _scheme(name, shape, grid, activations)
+            schemes[name] = replace(scheme, static=model.input_step(name) is not None)
     if not schemes:
         raise UsageError("export: no matrix is quantised; choose --quantization int8, int4-g32/64/128, w8a8 or fp8")
     return schemes, remarks + _mixed_siblings(schemes)
@@ -69,7 +74,7 @@ def quantization_config(schemes: Mapping[str, ModuleScheme], model: ExportModel,
         groups[f"group_{index}"] = {
             "targets": ["Linear"] if len(members) == 1 else modules,
             "weights": _weights(scheme),
-            "input_activations": _activations(activations),
+            "input_activations": _activations(activations, static=scheme.static),
             "output_activations": None,
             "format": _FORMATS[scheme.kind],
         }
@@ -116,12 +121,12 @@ def _weights(scheme: ModuleScheme) -> dict[str, object]:
     }
 
 
-def _activations(activations: Activations) -> dict[str, object] | None:
-    """Inputs are quantised token by token as they come, so nothing is stored for them."""
+def _activations(activations: Activations, *, static: bool) -> dict[str, object] | None:
+    """Inputs are quantised token by token as they come, or all with the scale that is stored."""
     if activations == "16-bit":
         return None
-    kind = "float" if activations == "fp8" else "int"
-    return {"num_bits": 8, "type": kind, "symmetric": True, "strategy": "token", "group_size": None, "dynamic": True}
+    kind, strategy = "float" if activations == "fp8" else "int", "tensor" if static else "token"
+    return {"num_bits": 8, "type": kind, "symmetric": True, "strategy": strategy, "group_size": None, "dynamic": not static}
 
 
 def _mixed_siblings(schemes: Mapping[str, ModuleScheme]) -> list[str]:

@@ -39,7 +39,7 @@ def export_compressed_tensors(
 
     Matrices on a grid of 4 or 8 bits keep their codes and scales; embedding, head, norms and biases are stored in the config's dtype,
     or bfloat16. With `int8` activations, int8 weights with a scale a row are stored for W8A8; with `fp8`, layers become E4M3 with a
-    scale a row.
+    scale a row. Where the model has an `input_step`, it is stored as `input_scale`.
     Before the folder gets its name it is opened with safetensors and with `reopen`, and types, shapes and values are compared. Raises
     `UsageError` for grids that the format does not hold and `VerificationError`, leaving no folder, if the comparison fails.
     """
@@ -82,12 +82,18 @@ def _stored(name: str, model: ExportModel, scheme: ModuleScheme | None, dtype: t
     if scheme.kind == "fp8":
         bits, scale = quantize_fp8(model.tensor(name).float().numpy(), fnuz=False)
         weight = torch.from_numpy(bits).view(torch.float8_e4m3fn)
-        return {f"{prefix}weight": weight, f"{prefix}weight_scale": torch.from_numpy(scale)[:, None].contiguous()}
+        scales = torch.from_numpy(scale)[:, None].contiguous()
+        return {f"{prefix}weight": weight, f"{prefix}weight_scale": scales} | _input_scale(prefix, model.input_step(name))
     value = model.quantized(name)
     if scheme.kind == "int8":
         codes, scales = torch.from_numpy(value.codes.view("i1")), torch.from_numpy(value.scale)
-        return {f"{prefix}weight": codes.contiguous(), f"{prefix}weight_scale": scales.contiguous()}
+        stored = {f"{prefix}weight": codes.contiguous(), f"{prefix}weight_scale": scales.contiguous()}
+        return stored | _input_scale(prefix, model.input_step(name))
     return {prefix + suffix: tensor for suffix, tensor in pack_matrix(value).items()}
+
+
+def _input_scale(prefix: str, step: float | None) -> dict[str, Tensor]:
+    return {} if step is None else {f"{prefix}input_scale": torch.tensor([step])}
 
 
 def _meant(name: str, model: ExportModel) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias, cast
 
 import numpy as np
@@ -11,6 +11,7 @@ from ...errors import UsageError
 from ...formats.floats import Array, Fp8Matrix, from_bf16, from_fp8, quantize_fp8, round_up, to_bf16
 from ...formats.grid import Grid, MatrixValue, QuantizedMatrix
 from ...formats.round_to_nearest import round_to_nearest
+from ...formats.static_step import split_step
 from ...runtime.program import WeightSpec
 
 Kind: TypeAlias = Literal["bf16", "fp8", "fp8-fnuz", "w8a8", "w4a16"]
@@ -30,20 +31,27 @@ def row_stride(width: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuFormat:
-    """`group` is the number of columns that share a scale, for w4a16 alone."""
+    """`group` is the number of columns that share a scale, for w4a16 alone; `step` is that of all inputs where each row has none."""
 
     kind: Kind
     group: int | None = None
+    step: float | None = None
 
     @classmethod
     def parse(cls, name: str) -> GpuFormat:
         """`"w4a16-g128"` -> kind w4a16 with groups of 128."""
-        base, _, group = name.partition("-g")
+        stored, step = split_step(name)
+        base, _, group = stored.partition("-g")
         if base not in _OPERANDS or bool(group) != (base == "w4a16") or (group and not group.isdecimal()):
             raise UsageError(
                 f"matrix format {name!r} is unknown on GPUs; formats are bf16, fp8, fp8-fnuz, w8a8, w4a16-g<group size>"
             )
-        return cls(kind=cast(Kind, base), group=int(group) if group else None)
+        return cls(kind=cast(Kind, base), group=int(group) if group else None, step=step)
+
+    @property
+    def stored(self) -> GpuFormat:
+        """The same without what concerns inputs alone."""
+        return replace(self, step=None)
 
     def __str__(self) -> str:
         return f"{self.kind}-g{self.group}" if self.group else self.kind

@@ -81,7 +81,7 @@ class Lowering:
     def matrix(self, node: object, format: GpuFormat) -> tuple[dict[str, Value], int]:
         """Arguments `weight` and `weight_scale` of a matrix, and its bytes."""
         target = str(cast(fx.Node, node).target)
-        stored = GpuWeight(name=target, shape=WeightTable.of(self.module)[target].shape, format=format)
+        stored = GpuWeight(name=target, shape=WeightTable.of(self.module)[target].shape, format=format.stored)
         first = self.weights.index(stored)
         arguments: dict[str, Value] = {"weight": Argument("weight", first)}
         if len(stored.specs()) > 1:
@@ -180,6 +180,14 @@ def _count(rows_of: str) -> Argument:
     return Argument("symbol", rows_of)
 
 
+def _scale_arguments(lowering: Lowering, node: fx.Node, format: GpuFormat) -> dict[str, Argument]:
+    """What a kernel that packs rows takes beside them: where their scales go, and the scale of all of them if that is known."""
+    if format.operand == "bf16":
+        return {}
+    scales = {"out_scale": lowering.scales(node)}
+    return scales if format.step is None else scales | {"step": Argument("constant", format.step)}
+
+
 def _operand_bytes(width: int, format: str) -> int:
     return 2 * width if format == "bf16" else width + 4
 
@@ -220,7 +228,8 @@ def _norm(
 ) -> list[_Launch]:
     source = cast(fx.Node, x)
     width, of = shape(source)[-1], lowering.rows(source)
-    output = GpuFormat.parse(pack).operand if pack else "f32"
+    format = GpuFormat.parse(pack) if pack else None
+    output = format.operand if format is not None else "f32"
     settings = rows.NormSettings(
         width=width,
         eps=eps,
@@ -229,6 +238,7 @@ def _norm(
         post_eps=post_eps,
         output=output,
         fp8_type=lowering.fp8_type,
+        static=format is not None and format.step is not None,
     )
     arguments: dict[str, Value] = {
         "x": lowering.arena(x),
@@ -240,8 +250,8 @@ def _norm(
         arguments["residual"] = lowering.arena(residual)
     if post_weight is not None:
         arguments["post_weight"] = lowering.vector(post_weight, offset)
-    if output in ("fp8", "int8"):
-        arguments["out_scale"] = lowering.scales(node)
+    if format is not None:
+        arguments |= _scale_arguments(lowering, node, format)
     moved = width * (4 + (8 if residual is not None else 0)) + (_operand_bytes(width, output) if pack else 4 * width)
     return [_Launch(rows.norm_kernel(settings, of), arguments, Work(bytes=lowering.tokens * moved))]
 
@@ -251,18 +261,19 @@ def _pack_rows(lowering: Lowering, node: fx.Node) -> list[_Launch]:
     x, text = cast(fx.Node, node.args[0]), node.args[1]
     width, of = shape(x)[-1], lowering.rows(x)
     half = is_half(x)
-    output = GpuFormat.parse(cast(str, text)).operand
+    format = GpuFormat.parse(cast(str, text))
+    output = format.operand
     kernel = rows.pack_rows_kernel(
         width,
         input="bf16" if half else "f32",
         output=output,
         input_stride=row_stride(width) if half else width,
         fp8_type=lowering.fp8_type,
+        static=format.step is not None,
         rows=of,
     )
     arguments = {"x": lowering.arena(x), "out": lowering.arena(node), "num_rows": _count(of)}
-    if output != "bf16":
-        arguments["out_scale"] = lowering.scales(node)
+    arguments |= _scale_arguments(lowering, node, format)
     moved = (2 if half else 4) * width + _operand_bytes(width, output)
     return [_Launch(kernel, arguments, Work(bytes=lowering.tokens * moved))]
 

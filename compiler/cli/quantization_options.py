@@ -25,6 +25,11 @@ _OPTIONS = (
     ),
     click.option("--calibration-samples", type=int, default=128, show_default=True, help="How many samples of it to use."),
     click.option("--calibration-length", type=int, default=512, show_default=True, help="Most tokens of a sample."),
+    click.option(
+        "--static-activations",
+        is_flag=True,
+        help="Round the inputs of w8a8 and fp8 products in steps that calibration fixes, not each token's own.",
+    ),
     click.option("--max-build-memory", type=ByteSize(), help="Memory that quantising may take. [default: no limit]"),
     click.option("--resume", is_flag=True, help="Go on with a quantisation that was interrupted."),
 )

@@ -19,7 +19,12 @@ def print_quantization(target: str, report: QuantizationReport) -> None:
         f"({report.calibration}): {report.memory_bytes / 1e6:.1f} MB of matrices"
     )
     rows = [
-        (m.name, m.format, f"{m.num_bytes / 1e6:.2f} MB", _figure(m.loss), _figure(m.rtn_loss), _figure(m.kl_alone_int4))
+        (
+            m.name,
+            m.format if m.input_step is None else f"{m.format}, inputs in steps of {m.input_step:.3g}",
+            f"{m.num_bytes / 1e6:.2f} MB",
+            *map(_figure, (m.loss, m.rtn_loss, m.kl_alone_int4)),
+        )
         for m in report.matrices()
     ]
     print_table(("matrix", "format", "size", "loss", "loss of rtn", "KL alone in int4"), rows)

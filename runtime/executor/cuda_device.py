@@ -20,7 +20,13 @@ from .launch import Launch
 
 _STATIC_SHARED_BYTES = 48 << 10  # dynamic shared memory beyond this must be asked for
 _SCRATCH_POINTERS = 2  # Triton's kernels end with pointers to global and profiling scratch, which ours do not use
-_INTEGERS: dict[str, Callable[[int], object]] = {"i32": np.int32, "u32": np.uint32, "i64": np.int64, "u64": np.uint64}
+_NUMBERS: dict[str, Callable[[int | float], object]] = {
+    "i32": np.int32,
+    "u32": np.uint32,
+    "i64": np.int64,
+    "u64": np.uint64,
+    "fp32": np.float32,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +37,10 @@ class _Kernel:
     code: Any
     num_threads: int
     shared_bytes: int
-    convert: tuple[Callable[[int], object], ...]
+    convert: tuple[Callable[[int | float], object], ...]
     trailing: tuple[int, ...]
 
-    def arguments(self, values: Sequence[int]) -> list[object]:
+    def arguments(self, values: Sequence[int | float]) -> list[object]:
         """Addresses as Python integers, which cuda.core takes for pointers, and numpy scalars of the exact width."""
         return [convert(value) for convert, value in zip(self.convert, values, strict=True)] + [*self.trailing]
 
@@ -157,7 +163,7 @@ class CudaDevice:
             code=code,
             num_threads=entry.num_warps * warp_size,
             shared_bytes=entry.shared_bytes,
-            convert=tuple(_INTEGERS.get(parameter.type, int) for parameter in entry.parameters),
+            convert=tuple(_NUMBERS.get(parameter.type, int) for parameter in entry.parameters),
             trailing=(0,) * num_scratch,
         )
 

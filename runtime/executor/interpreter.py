@@ -80,7 +80,7 @@ class InterpreterExecutor:
         for launch in launches:
             parameters = self._program.kernels[launch.kernel].parameters
             values = [
-                Pointer(value, parameter.type) if parameter.type.startswith("*") else value
+                Pointer(int(value), parameter.type) if parameter.type.startswith("*") else value
                 for value, parameter in zip(launch.values, parameters, strict=True)
             ]
             self._kernel(launch.kernel).launch(launch.grid, values)

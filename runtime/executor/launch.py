@@ -34,11 +34,11 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One kernel launch; `values` are addresses for pointers and plain integers for the rest."""
+    """One kernel launch; `values` are addresses for pointers and plain numbers for the rest."""
 
     kernel: str
     grid: tuple[int, int, int]
-    values: tuple[int, ...]
+    values: tuple[int | float, ...]
 
 
 def symbols_of(batch: StepBatch) -> dict[str, int]:
@@ -75,13 +75,14 @@ def extent(axis: Extent, symbols: Mapping[str, int]) -> int:
     return axis.factor * (-(-count // axis.divisor) + (symbols["B"] if axis.add_sequences else 0))
 
 
-def _value(argument: Argument, memory: Memory, symbols: Mapping[str, int]) -> int:
+def _value(argument: Argument, memory: Memory, symbols: Mapping[str, int]) -> int | float:
     value = argument.value
+    if argument.kind == "constant" and not isinstance(value, str):
+        return value
     if isinstance(value, str):
         return symbols[value] if argument.kind == "symbol" else memory.inputs[value]
+    assert isinstance(value, int), f"program.json was not checked: argument {argument}"
     match argument.kind:
-        case "constant":
-            return value
         case "arena":
             return memory.arena + value
         case "weight":

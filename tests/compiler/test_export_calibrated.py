@@ -40,10 +40,42 @@ def test_the_exported_model_is_the_quantised_one(
     assert 0 < kl < 4 * report.quantization.quality.kl_mean
 
 
+@pytest.mark.parametrize(
+    ("quantization", "method", "static"), [("w8a8", "gptq", True), ("w8a8", "smoothquant+gptq", False), ("fp8", "rtn", True)]
+)
+def test_activations_of_8_bits_in_transformers(
+    exportable: Callable[[str], Path], tmp_path: Path, quantization: str, method: str, static: bool
+) -> None:
+    """What transformers computes is as far from the float model as the graph was that the quantiser measured."""
+    pytest.importorskip("compressed_tensors")
+    from transformers import AutoModelForCausalLM
+
+    options = ExportOptions(
+        model=str(exportable("llama")),
+        format="compressed-tensors",
+        quantization=quantization,
+        output=tmp_path / "m",
+        quantize=QuantizationOptions(method=method, static_activations=static, **FEW),
+    )
+    report = run(options)
+    tokens = torch.arange(5, 45)[None]
+    logits = []
+    for path in (options.model, str(tmp_path / "m")):
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        with torch.no_grad():
+            logits.append(model(tokens, use_cache=False).logits[0].log_softmax(-1))
+    scales = [value for name, value in model.named_parameters() if name.endswith("input_scale")]
+    assert len(scales) == (14 if static else 0)
+    kl = torch.nn.functional.kl_div(logits[1], logits[0], reduction="batchmean", log_target=True)
+    assert report.quantization is not None
+    assert report.quantization.quality is not None
+    assert 0.2 * report.quantization.quality.kl_mean < kl < 5 * report.quantization.quality.kl_mean
+
+
 def test_types_without_a_grid_are_refused(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     for options, message in (
         ({"type": "Q4_K"}, "--type Q4_K is on no grid that --method can aim at; choose Q4_0, Q5_0 or Q8_0"),
-        ({"format": "compressed-tensors", "quantization": "fp8"}, "'fp8' is rounded to nearest"),
+        ({"format": "compressed-tensors", "quantization": "fp8"}, "--method gptq: it rounds to integers, and target h100-fp8"),
     ):
         values: dict[str, Any] = {"model": str(tiny_checkpoint("llama")), "output": tmp_path / "m", **options}
         with pytest.raises(UsageError, match=message):

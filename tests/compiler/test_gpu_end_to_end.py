@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from llmc.compiler.checkpoint import open_checkpoint
 from llmc.compiler.eager import evaluate
 from llmc.compiler.trace import trace
 from llmc.compiler.weights import WeightStore
+from llmc.formats.static_step import with_step
 from llmc.passes.quantize import Quantize
 from llmc.targets import resolve_target
 
@@ -152,6 +154,38 @@ def test_quantised_logits_are_those_of_the_graph(
     assert _error(found, graph) < to_graph + (0.05 if kv_dtype else 0.0)
     assert _error(graph, floats) < own
     assert 0.01 < _error(found, floats) < own + to_graph
+
+
+@pytest.mark.parametrize(("model", "target"), [("llama", "h100-fp8"), ("gemma3", "a100-int8")])
+def test_static_activations_are_calibrated(
+    rounded_checkpoint: Callable[[str], Path], float_bundle: Callable[[str], Path], tmp_path: Path, model: str, target: str
+) -> None:
+    """The bundle computes what the graph does whose formats carry the steps of the report."""
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text("".join(json.dumps({"token_ids": _tokens(30 + i)}) + "\n" for i in range(16)))
+    target, tokens = _on_device(target), _tokens(LENGTHS[-1])
+    options = {"static_activations": True, "method": "rtn", "calibration": texts, "calibration_samples": 16}
+    path = rounded_checkpoint(model)
+    report = llmc.compile(path, target=target, max_tokens=16, output=tmp_path / "m.llmc", **options)
+    backend = make_backend(resolve_target(target), ProgramOptions(cache=Path("unused")))
+    kind = backend.quantization.weights
+    steps = {row.name: row.input_step for row in report.quantization[target].matrices() if row.input_step is not None}
+    formats = {name: with_step(kind, step) for name, step in steps.items()}
+    checkpoint = open_checkpoint(str(path))
+    module = trace(checkpoint.config)
+    for step in make_backend(resolve_target(target), ProgramOptions(cache=Path("unused"), formats=formats)).pipeline():
+        step.run(module)
+        if isinstance(step, Quantize):
+            break
+    graph = evaluate(module, WeightStore(checkpoint, backend.decode_matrix), torch.tensor(tokens)).numpy()
+    with llmc.load(tmp_path / "m.llmc", executor=EXECUTOR) as engine:
+        found = engine.logits(tokens)
+    with llmc.load(float_bundle(model)) as engine:
+        floats = engine.logits(tokens)
+    to_graph, own = BOUNDS[target.partition("-")[2]]
+    assert len(steps) == len(set(steps.values())) >= 8
+    assert _error(found, graph) < to_graph
+    assert 0.01 < _error(graph, floats) < own
 
 
 def _error(found: Any, expected: Any) -> float:

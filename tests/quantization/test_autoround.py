@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 import pytest
 import torch
@@ -9,7 +7,7 @@ from llmc.errors import PassError
 from llmc.formats.grid import Grid, QuantizedMatrix
 from llmc.formats.round_to_nearest import round_to_nearest
 from llmc.quantization import autoround as module
-from llmc.quantization.autoround import autoround, autoround_block
+from llmc.quantization.autoround import autoround
 from torch import Tensor
 
 
@@ -77,42 +75,6 @@ def test_odd_shapes_and_groups_of_one_value(name: str, n: int, k: int) -> None:
     assert 0 <= record.loss <= record.loss_before
 
 
-def mlp(x: list[Tensor]) -> module.Block:
-    def block(w: Mapping[str, Tensor], index: int) -> Tensor:
-        return torch.nn.functional.silu(x[index] @ w["gate"].T) * (x[index] @ w["up"].T) @ w["down"].T
-
-    return block
-
-
-def test_a_block_learns_all_its_matrices_together() -> None:
-    matrices = {"gate": weights(64, 48, 1), "up": weights(64, 48, 2), "down": weights(48, 64, 3)}
-    grids = {"gate": grid_of("int3-g32"), "up": grid_of("int4-g32-asym"), "down": grid_of("int3-g32")}
-    seen, unseen = [inputs(100, 48, i) for i in range(6)], [inputs(100, 48, i) for i in range(6, 9)]
-    targets = [mlp(seen)(matrices, i) for i in range(6)]
-    found, record = autoround_block(matrices, grids, mlp(seen), targets)
-    again, _ = autoround_block(matrices, grids, mlp(seen), targets)
-    assert {name: matrix.grid for name, matrix in found.items()} == grids
-    for name, matrix in found.items():
-        assert matrix.codes.tobytes() + matrix.scale.tobytes() == again[name].codes.tobytes() + again[name].scale.tobytes()
-
-    def error(x: list[Tensor], values: Mapping[str, QuantizedMatrix]) -> float:
-        dense = {name: torch.from_numpy(matrix.dequantize()) for name, matrix in values.items()}
-        outputs = [(mlp(x)(dense, i), mlp(x)(matrices, i)) for i in range(len(x))]
-        return float(sum((a - b).square().sum() for a, b in outputs) / sum(b.square().sum() for _, b in outputs))
-
-    nearest = {name: round_to_nearest(w, grids[name]) for name, w in matrices.items()}
-    assert record.loss_before == pytest.approx(error(seen, nearest), rel=1e-3)
-    assert record.loss == pytest.approx(error(seen, found), rel=1e-3)
-    assert error(unseen, found) < 0.8 * error(unseen, nearest)
-
-
-def test_a_block_that_cannot_be_improved_stays_rounded_to_nearest() -> None:
-    w = {"w": torch.full((2, 32), 0.5)}
-    found, record = autoround_block(w, {"w": grid_of("int4-g32")}, lambda v, _: v["w"], [w["w"]], steps=5)
-    assert (record.loss, record.best_step) == (0.0, 0)
-    assert np.array_equal(found["w"].dequantize(), np.full((2, 32), 0.5, np.float32))
-
-
 def test_arguments_that_do_not_fit_are_refused() -> None:
     w, grid = torch.ones(2, 8), grid_of("int4-g32")
     with pytest.raises(PassError, match=r"autoround: H has shape \[9, 9\], expected \[8, 8\]"):
@@ -121,11 +83,3 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
         autoround(w, torch.eye(8), grid, steps=0)
     with pytest.raises(PassError, match="autoround: the loss is not finite"):
         autoround(torch.full((2, 8), torch.nan), torch.eye(8), grid)
-    with pytest.raises(PassError, match="give one grid for each weight"):
-        autoround_block({"a": w}, {"b": grid}, lambda v, _: v["a"], [w])
-    with pytest.raises(PassError, match="no minibatches"):
-        autoround_block({"a": w}, {"a": grid}, lambda v, _: v["a"], [])
-    with pytest.raises(PassError, match=r"minibatch 0 has shape \[2, 8\], its target \[2, 9\]"):
-        autoround_block({"a": w}, {"a": grid}, lambda v, _: v["a"], [torch.ones(2, 9)])
-    with pytest.raises(PassError, match="output on minibatch 0 is not finite"):
-        autoround_block({"a": w}, {"a": grid}, lambda v, _: v["a"] * torch.inf, [w])

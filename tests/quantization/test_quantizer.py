@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 from llmc.codegen.cpu.formats import decode_matrix
 from llmc.errors import UsageError
-from llmc.quantization.layerwise import Forward
+from llmc.passes.dialect import LINEARS
+from llmc.passes.graph import calls
+from llmc.quantization.layerwise import Forward, linear_weight
 from llmc.quantization.method import Method
 from llmc.quantization.probe import Probe
 from llmc.quantization.quality import Quality
@@ -70,6 +72,35 @@ def test_formats_without_a_grid_are_decoded_and_others_stay(setup: Callable[...,
     }  # fmt: skip
     assert model.matrix("model.layers.0.mlp.down_proj.weight") is None
     assert quality.kl_mean > 0
+
+
+def test_static_inputs_have_a_step_each_and_survive_a_resume(setup: Callable[..., Any], tmp_path: Path) -> None:
+    """Inputs of one value share a step; the graph ends up with them, so that what is measured is what they do."""
+    found = []
+    for resume in (False, True):
+        s = setup("llama")
+        quantizer = Quantizer(
+            s.module,
+            dict.fromkeys(s.matrices(), "w8a8"),
+            Method.parse("rtn"),
+            s.samples,
+            sources=s.store,
+            read=s.store.read,
+            decode=decode_matrix,
+            work=WorkFolder(tmp_path / "w", {}, resume=resume),
+            strength=0.8,
+            static_inputs=True,
+        )
+        model = quantizer.run()
+        steps = {record.name: record.input_step for record in model.records}
+        assert all(step is not None and step > 0 for step in steps.values())
+        assert len(set(steps.values())) == len(steps)
+        formats = {linear_weight(node): node.args[-1] for node in calls(s.module, *LINEARS)}
+        assert formats == {name: f"w8a8-static{step:.9g}" for name, step in steps.items()} == quantizer.formats
+        found.append(formats)
+        for path in list((tmp_path / "w").glob("layer-0002*")):
+            path.unlink()
+    assert found[0] == found[1]
 
 
 def test_logits_are_never_computed_for_all_tokens(

@@ -184,6 +184,32 @@ def test_packing_rounds_each_value_to_the_nearest(launch: Launch) -> None:
         np.testing.assert_array_equal(np.abs(got - x), nearest)
 
 
+@pytest.mark.parametrize(("output", "fp8_type"), [("int8", "fp8e4nv"), ("fp8", "fp8e4nv"), ("fp8", "fp8e4b8")])
+def test_static_inputs_share_one_step(launch: Launch, output: Any, fp8_type: Any) -> None:
+    """Each value goes to the nearest multiple that the type has of a step given at launch; what is beyond the type's range is cut."""
+    rows, width, step = 3, 100, 0.37
+    x = (np.random.default_rng(4).standard_normal((rows + 1, width)) * [[1.0], [40.0], [1e-3], [1.0]]).astype(np.float32)
+    x[0, 0] = 1e4
+    ones = np.ones(width, np.float32)
+    normed = x / np.sqrt(np.square(x.astype(np.float64)).mean(1, keepdims=True))
+    codes = np.arange(256).astype(np.uint8)
+    known = codes.view(np.int8).astype(np.float64) if output == "int8" else from_fp8(codes, fp8_type)
+    largest = {"int8": 127, "fp8e4nv": 448, "fp8e4b8": 240}["int8" if output == "int8" else fp8_type]
+    known = step * known[np.isfinite(known) & (np.abs(known) <= largest)]
+    pack = pack_rows_kernel(width, input="f32", output=output, fp8_type=fp8_type, static=True)
+    norm = norm_kernel(NormSettings(width=width, eps=0.0, output=output, fp8_type=fp8_type, static=True))
+    for kernel, wanted in ((pack, x), (norm, normed)):
+        out, scale = untouched((rows + 1, round_up(width)), STORED[output]), untouched((rows + 1,), np.float32)
+        arguments: dict[str, Any] = {"x": x, "weight": ones, "out": out, "out_scale": scale, "step": step, "num_rows": rows}
+        launch(kernel, {p.name: arguments[p.name] for p in kernel.parameters}, T=rows + 1)
+        assert (scale[:rows] == np.float32(step)).all()
+        nearest = np.abs(wanted[:rows, :, None] - known).min(-1)
+        got = values(out[:rows, :width], scale[:rows], output, fp8_type)
+        np.testing.assert_allclose(np.abs(got - wanted[:rows]), nearest, rtol=1e-5, atol=1e-5 * step)
+        assert is_untouched(out[rows:])
+        assert is_untouched(scale[rows:])
+
+
 def real_kernels(arch: str) -> Iterator[Kernel]:
     """The shapes of 4B to 70B models in the formats that `arch` has."""
     fp8: Any = "fp8e4b8" if arch == "gfx942" else "fp8e4nv"
@@ -196,6 +222,8 @@ def real_kernels(arch: str) -> Iterator[Kernel]:
         yield norm_kernel(NormSettings(width=2560, residual=True, post_norm=True, **options))
         yield norm_kernel(NormSettings(width=8192, residual=True, **options))
         yield pack_rows_kernel(28_672, input="bf16", output=output, fp8_type=fp8)
+        if output != "bf16":
+            yield pack_rows_kernel(14_336, input="bf16", output=output, fp8_type=fp8, static=True)
     yield norm_kernel(
         NormSettings(width=16_384, eps=1e-6, residual=True, post_norm=True, post_eps=1e-6, output=outputs[-1], fp8_type=fp8)
     )
@@ -215,7 +243,7 @@ def test_names_tell_kernels_apart() -> None:
     changes: list[dict[str, Any]] = [
         {}, {"width": 65}, {"eps": 1e-5}, {"eps": 1.5e-5}, {"kind": "layer"}, {"kind": "layer", "bias": True}, {"residual": True},
         {"post_norm": True, "post_eps": 1e-6}, {"post_norm": True, "post_eps": 1e-5}, {"output": "f32"}, {"output": "int8"},
-        {"output": "fp8"}, {"output": "fp8", "fp8_type": "fp8e4b8"},
+        {"output": "fp8"}, {"output": "fp8", "fp8_type": "fp8e4b8"}, {"output": "fp8", "static": True},
     ]  # fmt: skip
     kernels = [norm_kernel(dataclasses.replace(base, **change)) for change in changes]
     kernels += [
@@ -241,3 +269,5 @@ def test_refuses_what_no_kernel_computes() -> None:
         NormSettings(width=64, eps=1e-6, bias=True)
     with pytest.raises(TargetError, match="rows of 40000 values"):
         pack_rows_kernel(40_000, input="bf16", output="int8")
+    with pytest.raises(TargetError, match="bf16 has no scale that could be static"):
+        NormSettings(width=64, eps=1e-6, output="bf16", static=True)
