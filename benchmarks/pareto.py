@@ -12,63 +12,15 @@ import argparse
 import json
 import statistics
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import llmc
-import numpy as np
-import torch
-from llmc.quantization.quality import QualityMeter
-from quality import GGUF_TYPES, load_reference, quantize_with_llama_cpp
+from measuring import GGUF_TYPES, Bundle, measure, open_model, quantize_with_llama_cpp, reference_logits
 from texts import ENGLISH, TOKENS, passages
 
 SIZES = "180,220,250,261,283"
-ROUNDS, GENERATED = 3, 48
+ROUNDS = 3
 CONTEXT = 4096  # tokens whose KV cache a memory budget covers
-Decode = Callable[[list[int]], float]  # prompt -> tokens per second
-
-
-class Bundle:
-    """One of ours."""
-
-    def __init__(self, path: Path) -> None:
-        self.engine = llmc.load(path, max_num_seqs=1)
-
-    def logits(self, ids: list[int]) -> np.ndarray:
-        return self.engine.logits(ids)
-
-    def decode(self, ids: list[int]) -> float:
-        params = llmc.SamplingParams(max_tokens=GENERATED, temperature=0.0, ignore_eos=True)
-        return self.engine.generate(ids, params).stats.decode_tokens_per_s
-
-    def close(self) -> None:
-        self.engine.close()
-
-
-class Gguf:
-    """One of llama.cpp's."""
-
-    def __init__(self, path: Path) -> None:
-        import llama_cpp
-
-        self.model = llama_cpp.Llama(str(path), n_ctx=2 * TOKENS, n_batch=TOKENS, n_threads=2, logits_all=True, verbose=False)
-
-    def logits(self, ids: list[int]) -> np.ndarray:
-        self.model.reset()
-        self.model.eval(ids)
-        return np.array(self.model.scores[: len(ids)])
-
-    def decode(self, ids: list[int]) -> float:
-        self.model.reset()
-        self.model.eval(ids)
-        start = time.perf_counter()
-        for _ in range(GENERATED):
-            self.model.eval([int(np.argmax(self.model.scores[self.model.n_tokens - 1]))])
-        return GENERATED / (time.perf_counter() - start)
-
-    def close(self) -> None:
-        self.model.close()
 
 
 def compile_sizes(model: str, sizes: list[float], folder: Path, method: str, samples: int) -> dict[str, tuple[Path, int]]:
@@ -92,15 +44,6 @@ def compile_sizes(model: str, sizes: list[float], folder: Path, method: str, sam
         print(f"{size:g} MB: mean KL {quantized.quality.kl_mean:.5f} on held-out calibration text", flush=True)
         found[f"llmc {method} {size:g} MB"] = (path, sum(report.weight_files.values()))
     return found
-
-
-def measure(model: Bundle | Gguf, texts: list[list[int]], reference: list[np.ndarray]) -> dict[str, float]:
-    """The quality of one model."""
-    meter = QualityMeter()
-    for ids, expected in zip(texts, reference, strict=True):
-        found = torch.from_numpy(np.ascontiguousarray(model.logits(ids)))
-        meter.add(torch.from_numpy(expected[:-1]), found[:-1], torch.tensor(ids[1:]))
-    return meter.result().as_json()
 
 
 def show(rows: list[dict]) -> None:
@@ -143,7 +86,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name, torch.no_grad():
+    with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         sizes = [float(s) for s in arguments.sizes.split(",")]
         models = compile_sizes(arguments.model, sizes, folder, arguments.method, arguments.samples)
@@ -154,18 +97,16 @@ def main() -> None:
         texts = [first.engine.tokenizer.encode(text)[:TOKENS] for text in passages().values()]
         prompt = first.engine.tokenizer.encode(ENGLISH)[:64]
         first.close()
-        float_model = load_reference(arguments.model, torch.float32)
-        reference = [float_model(torch.tensor([ids])).logits[0].numpy() for ids in texts]
-        del float_model
+        reference = reference_logits(arguments.model, texts)
         rows = []
         for label, (path, size) in models.items():
-            model = (Bundle if path.is_dir() else Gguf)(path)
-            rows.append({"name": label, "bytes": size} | measure(model, texts, reference))
+            model = open_model(path)
+            rows.append({"name": label, "bytes": size} | measure([model.logits(ids) for ids in texts], texts, reference))
             model.close()
         rates: dict[str, list[float]] = {label: [] for label in models}
         for _ in range(ROUNDS):
             for label, (path, _) in models.items():
-                model = (Bundle if path.is_dir() else Gguf)(path)
+                model = open_model(path)
                 rates[label].append(model.decode(prompt))
                 model.close()
         for row in rows:

@@ -25,7 +25,7 @@ import llmc
 import numpy as np
 import torch
 from llmc.codegen.cpu.toolchain import compile_library, find_compiler
-from quality import load_reference
+from measuring import load_reference
 from texts import ENGLISH
 
 SCHEMES = ("bf16", "int8", "int4-g32")

@@ -19,7 +19,8 @@ from ..formats.round_to_nearest import round_to_nearest
 
 RATIOS: Final = tuple(step / 20 for step in range(20))
 
-_SAMPLE_ROWS: Final = 256
+_SAMPLE_ROWS: Final = 256  # of a weight decide, or as many more
+_SAMPLE_WORK: Final = 1 << 33  # as this many multiply-adds a candidate allow
 _LIMIT: Final = 1e4  # a scale lies in 1/_LIMIT.._LIMIT before it is centred
 _SLICE_VALUES: Final = 1 << 21
 
@@ -53,18 +54,16 @@ def search_scales(
     consumers: Sequence[Consumer],
     *,
     tie: Callable[[Tensor], Tensor] | None = None,
-    loss: Callable[[Tensor], float] | None = None,
-    sample_rows: int | None = _SAMPLE_ROWS,
+    sample_rows: int | None = None,
 ) -> ScaleSearch:
     """The scale `s = mean|x|^r / (mean|w|^(1-r) + 1e-4)` whose r, of a grid of 20, loses least once the weights are rounded.
 
     `mean_abs [K]` is the mean magnitude of each input channel and `second_moment [K, K]` the mean of x^T x, both of the unscaled input
-    and float32. `tie` makes a scale one that the producer can absorb (`AbsorbPair.tie`). `loss(scale)` is the error that counts, such as
-    that of the parent block's output; without it, that of the consumers' outputs from the second moment, on at most `sample_rows` rows
-    of each consumer, evenly spaced (None: all). The identity is a candidate and wins ties. Channels that are always zero, or that no
-    weight reads, keep the scale 1.
+    and float32. `tie` makes a scale one that the producer can absorb (`AbsorbPair.tie`). The loss is the error of the consumers' outputs
+    by the second moment, on `sample_rows` rows of each, evenly spaced (default: 256, and more of narrow weights). The identity is a
+    candidate and wins ties. Channels that are always zero, or that no weight reads, keep the scale 1.
     """
-    measure = loss or _output_loss(second_moment, consumers, sample_rows)
+    measure = _output_loss(second_moment, consumers, sample_rows or max(_SAMPLE_ROWS, _SAMPLE_WORK // len(mean_abs) ** 2))
     w_mean = _mean_magnitude(consumers)
     best = torch.ones_like(mean_abs)
     ratio, before = None, measure(best)
@@ -89,7 +88,7 @@ def scale_at(ratio: float, x_mean: Tensor, w_mean: Tensor) -> Tensor:
     return scale
 
 
-def _output_loss(second_moment: Tensor, consumers: Sequence[Consumer], sample_rows: int | None) -> Callable[[Tensor], float]:
+def _output_loss(second_moment: Tensor, consumers: Sequence[Consumer], sample_rows: int) -> Callable[[Tensor], float]:
     """`loss(scale)`: the mean square error of all consumers' outputs, tr(dW H dW^T) over the rows, with dW = Q(W s) / s - W."""
     samples = [_spaced(consumer.weight, sample_rows) for consumer in consumers]
     mean_square = second_moment.diagonal()
@@ -107,8 +106,8 @@ def _output_loss(second_moment: Tensor, consumers: Sequence[Consumer], sample_ro
     return loss
 
 
-def _spaced(weight: Tensor, rows: int | None) -> Tensor:
-    if rows is None or len(weight) <= rows:
+def _spaced(weight: Tensor, rows: int) -> Tensor:
+    if len(weight) <= rows:
         return weight
     return weight[torch.linspace(0, len(weight) - 1, rows).round().long()]
 

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import llmc
-import numpy as np
 import pytest
 import torch
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
-from quality import compare, load_reference
+from measuring import load_reference, measure
 from texts import passages
 
 pytestmark = [pytest.mark.gemma, pytest.mark.slow]
@@ -75,8 +74,8 @@ def test_quality_of_the_schemes(bundle: Callable[[str], Path]) -> None:
         exact = engine.logits(tokens)
     for quantization, bound in (("bf16", 0.0015), ("int8", 0.0049)):
         with llmc.load(bundle(quantization)) as engine:
-            kl, _ = compare(exact, engine.logits(tokens))
-        assert 0 < float(np.mean(kl)) <= bound, quantization
+            found = measure([engine.logits(tokens)], [tokens], [exact])
+        assert 0 < found["kl_mean"] <= bound, quantization
 
 
 def test_text_comes_out(bundle: Callable[[str], Path]) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -11,7 +12,6 @@ from ...errors import MissingExtraError
 from .output import json_option, note, print_json, print_table
 from .quantization_options import quantization_options
 from .quantization_summary import print_quantization
-from .sizes import ByteSize
 
 if TYPE_CHECKING:
     from ..report import CompileReport, TargetReport
@@ -58,17 +58,7 @@ class _CompileCommand(click.Command):
 @click.option(
     "--prefill-quantization", metavar="NAME", help="Store the layers once more in this precision for prefill, such as bf16."
 )
-@quantization_options
-@click.option(
-    "--memory-budget",
-    type=ByteSize(),
-    help="Bytes for weights and the KV cache of 4,096 tokens, such as 6GiB: choose formats to fit.",
-)
-@click.option(
-    "--max-kl",
-    type=float,
-    help="Largest mean KL divergence from the unquantised model, in nats: choose formats to keep to it, or fail.",
-)
+@quantization_options(limits=True)
 @click.option("--max-tokens", type=int, help="Most tokens one step may take. [default: 512 on CPUs, 4096 on GPUs]")
 @click.option("--cpu-levels", help="Instruction-set levels to build, such as avx2,avx512 or native. [default: all]")
 @click.option("--config", type=click.Path(path_type=Path), help="A config.json in place of the model's own.")
@@ -90,15 +80,7 @@ def command(
     quantization: str | None,
     kv_dtype: str | None,
     prefill_quantization: str | None,
-    method: str | None,
-    calibration: Path | None,
-    calibration_samples: int,
-    calibration_length: int,
-    memory_budget: int | None,
-    max_kl: float | None,
-    static_activations: bool,
-    max_build_memory: int | None,
-    resume: bool,
+    quantize: Mapping[str, Any],
     max_tokens: int | None,
     cpu_levels: str | None,
     config: Path | None,
@@ -128,17 +110,7 @@ def command(
         quantization=quantization,
         prefill_quantization=prefill_quantization,
         kv_dtype=kv_dtype,
-        quantize=QuantizationOptions(
-            method=method,
-            calibration=calibration,
-            calibration_samples=calibration_samples,
-            calibration_length=calibration_length,
-            memory_budget=memory_budget,
-            max_kl=max_kl,
-            static_activations=static_activations,
-            max_build_memory=max_build_memory,
-            resume=resume,
-        ),
+        quantize=QuantizationOptions(**quantize),
         max_tokens=max_tokens,
         cpu_levels=tuple(cpu_levels.split(",")) if cpu_levels else None,
         config=config,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     help="Grid of the layers' matrices: int4-g32/64/128, int8, int8-g32/64/128, and with -asym; for compressed-tensors also w8a8 and "
     "fp8, for GGUF also 3, 5 and 6 bits. [default for compressed-tensors: int4-g128]",
 )
-@quantization_options
+@quantization_options(limits=False)
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="The file or folder. [default: named after the model]")
 @json_option
 def command(
@@ -39,13 +40,7 @@ def command(
     type_name: str | None,
     head_type: str | None,
     quantization: str | None,
-    method: str | None,
-    calibration: Path | None,
-    calibration_samples: int,
-    calibration_length: int,
-    static_activations: bool,
-    max_build_memory: int | None,
-    resume: bool,
+    quantize: Mapping[str, Any],
     output: Path | None,
     as_json: bool,
 ) -> None:
@@ -68,15 +63,7 @@ def command(
         type=type_name,
         head_type=head_type,
         quantization=quantization,
-        quantize=QuantizationOptions(
-            method=method,
-            calibration=calibration,
-            calibration_samples=calibration_samples,
-            calibration_length=calibration_length,
-            static_activations=static_activations,
-            max_build_memory=max_build_memory,
-            resume=resume,
-        ),
+        quantize=QuantizationOptions(**quantize),
     )
     with Terminal() as progress:
         report = run(options, progress)

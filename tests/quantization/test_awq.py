@@ -51,7 +51,7 @@ def test_default_loss_is_the_error_of_the_outputs() -> None:
     grids = [_INT4, Grid(bits=3, group=64, symmetric=False)]
     moment = _moment(x)
     consumers = [Consumer(weight=w, grid=grid) for w, grid in zip(parts, grids, strict=True)]
-    found = search_scales(x.abs().mean(0), moment, consumers, sample_rows=None)
+    found = search_scales(x.abs().mean(0), moment, consumers)
     s = found.scale
     for scale, loss in ((torch.ones(64), found.loss_before), (s, found.loss_after)):
         rounded = [
@@ -68,7 +68,7 @@ def test_a_sample_of_rows_is_enough_and_a_second_run_finds_the_same() -> None:
     sampled, again = (search_scales(*arguments, sample_rows=64) for _ in range(2))
     assert torch.equal(sampled.scale, again.scale)
     assert (sampled.ratio, sampled.loss_after) == (again.ratio, again.loss_after)
-    whole = search_scales(*arguments, sample_rows=None)
+    whole = search_scales(*arguments)
     importance = arguments[1].diagonal() / sampled.scale.square()
     rounded = _rounded(w * sampled.scale, _INT4, importance) / sampled.scale
     assert _output_error(x, w, rounded) < 1.05 * whole.loss_after  # the sample's own loss is another, its choice as good
@@ -80,23 +80,6 @@ def test_identity_is_kept_where_scaling_cannot_help() -> None:
     found = search_scales(x.abs().mean(0), _moment(x), [Consumer(weight=on_grid, grid=_INT4)])
     assert (found.ratio, found.loss_after) == (None, found.loss_before)
     assert torch.equal(found.scale, torch.ones(64))
-    tie = search_scales(x.abs().mean(0), _moment(x), [Consumer(weight=_weights(32, 64), grid=_INT4)], loss=lambda scale: 1.0)
-    assert tie.ratio is None
-
-
-def test_a_given_loss_decides() -> None:
-    x, w = _inputs(64, salient=2), _weights(32, 64)
-    consumers = [Consumer(weight=w, grid=_INT4)]
-    wanted = search_scales(x.abs().mean(0), _moment(x), consumers).scale.roll(3)
-    calls: list[Tensor] = []
-
-    def loss(scale: Tensor) -> float:
-        calls.append(scale)
-        return float((scale.log() - wanted.log()).square().sum())
-
-    found = search_scales(x.abs().mean(0), _moment(x), consumers, loss=loss)
-    assert len(calls) == 21
-    assert found.loss_after == min(loss(scale) for scale in calls[:21])
 
 
 def test_scales_that_the_producer_cannot_absorb_are_tied_before_they_are_measured() -> None:
