@@ -31,6 +31,8 @@ bench: $(STAMP) $(MODEL)  ## speed, quality and size beside llama.cpp and Huggin
 	$(BIN)/python benchmarks/speed.py $(MODEL)
 	$(BIN)/python benchmarks/off_grid.py $(MODEL) $(OFF_GRID)
 	$(BIN)/python benchmarks/quality.py $(OFF_GRID)
+	$(BIN)/python benchmarks/methods.py $(OFF_GRID)
+	$(BIN)/python benchmarks/kv_cache.py $(OFF_GRID)
 	$(BIN)/python benchmarks/pareto.py $(OFF_GRID) --plot models/pareto.svg
 
 $(MODEL): $(STAMP)

@@ -23,6 +23,7 @@ from .progress import Progress
 _MARGIN = 0.9  # of --max-kl that is aimed at: the gate measures other positions than the sensitivities
 _ROWS, _LENGTH = 256, 256  # positions that each effect is measured on, and the length of the texts
 _KV_TOKENS = 4096  # of the sequence whose KV cache counts as memory
+_KV_LENGTH = 2048  # of the texts that its formats are tried on: the longer the context, the more a packed cache matters
 _KV_KL = 0.01  # what the KV cache may add where no limit is given
 _KV_PART = "kv."  # and a layer's number: the name of its cache among the parts of an allocation
 
@@ -97,7 +98,7 @@ class BitBudget:
         """Of every layer's cache."""
         model = self.model
         self.progress.stage("KV sensitivities")
-        probe = model.probe.thinned(_ROWS, 8 * _LENGTH)  # a cache matters more the longer the text is
+        probe = model.long_probe(_KV_LENGTH, _ROWS)
         return measure_kv(model.module, model.steps, probe, self.backend.kv_candidates, model.read)
 
     @property

@@ -52,6 +52,13 @@ class CalibratedModel:
         """Samples that nothing is fitted to."""
         return Probe.make(self.module, self.steps, self._probe_samples, self.read)
 
+    def long_probe(self, length: int, max_rows: int) -> Probe:
+        """The same samples joined to texts of `length` tokens, as far as the model's context allows, with so many rows in all."""
+        tokens = torch.cat(self._probe_samples)
+        length = min(length, int(self.checkpoint.config.max_position_embeddings))
+        samples = [tokens[start : start + length] for start in range(0, len(tokens) - 1, length)]
+        return Probe.make(self.module, self.steps, samples, self.read, max_rows)
+
     @cached_property
     def warnings(self) -> list[str]:
         """What is doubtful about the calibration."""

@@ -66,7 +66,9 @@ class Quantizer:
         self.table = WeightTable.of(module)
         self.formats = dict(formats)
         self.method = method
-        self.samples = samples
+        learns = method.needs_calibration or static_inputs
+        self.samples = samples if learns else samples[::_HELD_OUT]  # the rest would be run for nothing
+        self.holds_out = learns and len(samples) >= _HELD_OUT
         self.sources = sources
         self.read_float = read
         self.decode = decode
@@ -190,7 +192,7 @@ class Quantizer:
         """The value that a step's linears read, `[T, width]` for each sample that is not held out."""
         assert step.source is not None
         for index, value in enumerate(forward.values(step.source)):
-            if len(self.samples) < _HELD_OUT or not self._is_held_out(index):
+            if not (self.holds_out and self._is_held_out(index)):
                 yield value
 
     def _find_input_steps(self, step: Step, forward: Forward) -> dict[str, str]:
@@ -214,7 +216,7 @@ class Quantizer:
         return Grid.parse(split_step(self.formats[name])[0])
 
     def _is_held_out(self, index: int) -> bool:
-        return len(self.samples) < _HELD_OUT or index % _HELD_OUT == 0
+        return not self.holds_out or index % _HELD_OUT == 0
 
     def _equalise(self, layer: int, steps: Sequence[Step], forward: Forward) -> tuple[Rescaling, list[str]]:
         """Scales for the pairs whose consumers are in this layer, from a run of the layer in float."""

@@ -49,19 +49,23 @@ LLMC_INLINE float largest_magnitude(const float* x) {
   return reduce_max(largest);
 }
 
-// A layer of the pool, for the eight-bit types.
-template <int D, class KV>
-struct PackedLayer {
-  char* base;
+// Where the blocks of a layer are. `part` below is the head of a key, or heads + the head of a value.
+struct LayerBlocks {
+  uint8_t* base;
   int64_t block_bytes;
   int heads;
 
-  PackedLayer(const llmc_model& model, const KvPlace& place, int kv_heads)
-      : base(static_cast<char*>(model.kv_pool) + place.layer_offset), block_bytes(place.block_bytes), heads(kv_heads) {}
+  LayerBlocks(const llmc_model& model, const KvPlace& place, int kv_heads)
+      : base(static_cast<uint8_t*>(model.kv_pool) + place.layer_offset), block_bytes(place.block_bytes), heads(kv_heads) {}
+};
 
-  // `part` is the head of a key, or heads + the head of a value.
+// A layer of the pool, for the eight-bit types.
+template <int D, class KV>
+struct PackedLayer : LayerBlocks {
+  using LayerBlocks::LayerBlocks;
+
   LLMC_INLINE uint8_t* data(int64_t block, int part) const {
-    return reinterpret_cast<uint8_t*>(base + block * block_bytes) + int64_t{part} * D * kBlock;
+    return base + block * block_bytes + int64_t{part} * D * kBlock;
   }
   LLMC_INLINE float* scales(int64_t block, int part) const {
     return reinterpret_cast<float*>(data(block, 2 * heads)) + part * kBlock;
@@ -98,20 +102,15 @@ struct PackedLayer {
 };
 
 template <int D>
-struct PackedLayer<D, KvInt4> {
+struct PackedLayer<D, KvInt4> : LayerBlocks {
+  using LayerBlocks::LayerBlocks;
   static constexpr int kGroups = static_cast<int>(ceil_div(D, kKvGroup));
   static constexpr int kRow = kGroups * kKvGroup / 2;  // bytes of a token's nibbles
-  char* base;
-  int64_t block_bytes;
-  int heads;
-
-  PackedLayer(const llmc_model& model, const KvPlace& place, int kv_heads)
-      : base(static_cast<char*>(model.kv_pool) + place.layer_offset), block_bytes(place.block_bytes), heads(kv_heads) {}
 
   // Keys: [D/2][16], channel 2i in the low nibble of row i, 2i + 1 in the high one. Values: [16][groups][16], channel j of
   // a group in the low nibble of byte j, 16 + j in the high one.
   LLMC_INLINE uint8_t* data(int64_t block, int part) const {
-    return reinterpret_cast<uint8_t*>(base + block * block_bytes) + int64_t{part} * kRow * kBlock;
+    return base + block * block_bytes + int64_t{part} * kRow * kBlock;
   }
   // Keys: [groups][16 tokens], values: [16 tokens][groups].
   LLMC_INLINE uint16_t* scales(int64_t block, int part) const {
