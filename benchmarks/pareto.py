@@ -71,6 +71,7 @@ def plot(rows: list[dict], path: Path) -> None:
             label = row["name"].removeprefix(prefix).strip()
             axes.annotate(label, (row["bytes"] / 1e6, row["kl_mean"]), textcoords="offset points", xytext=(5, 5), fontsize=8)
     axes.set(xlabel="weights, MB", ylabel="mean KL from float32, nats", yscale="log")
+    axes.margins(x=0.08)
     axes.grid(alpha=0.3, which="both")
     axes.legend()
     figure.tight_layout()
