@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 
 from ..errors import BundleError
@@ -27,6 +26,7 @@ SYMBOLS = ("T", "R", "B", "max_blocks")
 INTEGERS = {"i32": (-(2**31), 2**31), "u32": (0, 2**32), "i64": (-(2**63), 2**63), "u64": (0, 2**64)}
 FLOAT = "fp32"  # the one type of numbers that are not whole
 ELEMENTS = ("bf16", "fp16", "fp32", "fp64", "fp8e4nv", "fp8e4b8", "i8", "u8", "i16", "u16", "i32", "u32", "i64", "u64")
+_LARGEST_FLOAT = 3.4e38
 _OF_SAMPLER = ("sampling", "sampled")
 
 
@@ -132,7 +132,7 @@ def _depends_on_rows_alone(axis: Extent) -> bool:
 def _is_valid(argument: Argument, parameter: ParameterEntry, program: GpuProgram, *, of_sampler: bool) -> bool:
     kind, value = argument.kind, argument.value
     if parameter.type == FLOAT:
-        return kind == "constant" and isinstance(value, int | float) and math.isfinite(value)
+        return kind == "constant" and isinstance(value, int | float) and abs(value) <= _LARGEST_FLOAT
     if kind in ("symbol", "constant"):
         bounds = INTEGERS.get(parameter.type)
         if bounds is None:

@@ -43,6 +43,17 @@ def set_argument(index: int, *argument: object) -> Edit:
     return lambda program: embed(program)["arguments"].__setitem__(index, list(argument))
 
 
+def set_float(*argument: object) -> Edit:
+    """An argument for a parameter that is a float."""
+
+    def edit(program: dict[str, Any]) -> None:
+        program["kernels"]["toy_embed"]["parameters"][4][1] = "fp32"
+        for phase in program["phases"]:
+            phase["calls"][0]["arguments"][4] = list(argument)
+
+    return edit
+
+
 def set_sampler_argument(index: int, *argument: object) -> Edit:
     return lambda program: program["sampler"]["arguments"].__setitem__(index, list(argument))
 
@@ -77,12 +88,17 @@ def set_kernel(**changes: object) -> Edit:
         (set_argument(1, "weight", "table"), "passes ['weight', 'table']"),
         (set_argument(3, "arena", 1 << 40), f"passes ['arena', {1 << 40}] for x (*fp32)"),
         (set_argument(3, "arena", -64), "passes ['arena', -64]"),
-        (set_argument(3, "arena", 0.5), "not a program description"),
+        (set_argument(3, "arena", 0.5), "passes ['arena', 0.5]"),
         (set_argument(4, "arena", 0), "passes ['arena', 0] for num_tokens (i32)"),
         (set_argument(4, "symbol", "Q"), "passes ['symbol', 'Q']"),
         (set_argument(4, "symbol", ""), "passes ['symbol', '']"),
         (set_argument(4, "constant", 1 << 31), f"passes ['constant', {1 << 31}] for num_tokens (i32)"),
         (set_argument(4, "constant", "8"), "passes ['constant', '8']"),
+        (set_argument(4, "constant", 0.5), "passes ['constant', 0.5] for num_tokens (i32)"),
+        (set_float("symbol", "T"), "passes ['symbol', 'T'] for num_tokens (fp32)"),
+        (set_float("constant", "0.5"), "passes ['constant', '0.5'] for num_tokens (fp32)"),
+        (set_float("constant", 1 << 2000), "for num_tokens (fp32)"),
+        (set_float("constant", -1e300), "passes ['constant', -1e+300] for num_tokens (fp32)"),
         (set_argument(4, "constant", 1 << 70), f"passes ['constant', {1 << 70}]"),
         (set_sampler_argument(4, "symbol", "T"), "passes ['symbol', 'T'] for num_rows"),
         (set_sampler_argument(0, "input", "positions"), "passes ['input', 'positions'] for logits"),
