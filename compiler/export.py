@@ -178,7 +178,8 @@ def _run_calibrated(checkpoint: Checkpoint, options: ExportOptions, progress: Pr
     from .export_calibrated import quantize_for_export
 
     grid, is_gguf = options.calibrated_grid, options.format == "gguf"
-    label = f"{options.quantization or grid}-{options.quantize.method or 'gptq'}"
+    method = options.quantize.method or ("rtn" if options.activations == "fp8" else "gptq")
+    label = f"{options.quantization or grid}-{method}"
     output = options.output or Path(f"{Path(checkpoint.name).name}-{label}{'.gguf' if is_gguf else ''}")
     check_new(output)
     head = is_gguf and options.head_type in (None, "Q8_0")
