@@ -33,6 +33,7 @@ from .options import AUTO, CompileOptions
 from .progress import Progress
 
 _ROUNDS = 4
+_LOOSE, _CLOSE = 0.5, 0.9  # shares of --max-kl: fewer bits are tried below the former, and taken if they stay below the latter
 
 
 @dataclass(slots=True)
@@ -77,7 +78,8 @@ class TargetQuantizer:
         budget = BitBudget(self.model, backend, self.progress, chooses_kv=self.chooses_kv)
         default = self._default_formats(backend)
         self._check_use(backend.target.name, backend.candidates if budget.is_limited else tuple(default.values()))
-        factor = 1.0
+        limit, factor = self.options.max_kl, 1.0
+        best: Calibrated | None = None
         for number in range(1, _ROUNDS + 1):
             allocation = budget.allocate(factor) if budget.is_limited else None
             chosen = {} if allocation is None else budget.matrix_formats(allocation)
@@ -93,14 +95,22 @@ class TargetQuantizer:
                 )
             self.progress.stage("measure")
             quality = self._measure(quantizer, kv_layers or ())
-            if self.options.max_kl is None or quality.kl_mean <= self.options.max_kl:
+            if limit is None or quality.kl_mean <= limit * (_CLOSE if best else 1.0):
                 report = self._report(model, quality, number, kv_layers or (), budget)
-                return Calibrated(formatted, model, report, self.model.probe)
-            if allocation is None or self.options.memory_budget is not None:  # which is used up: nothing can be promoted
+                best = Calibrated(formatted, model, report, self.model.probe)
+            if allocation is None or limit is None or self.options.memory_budget is not None:  # which is used up: nothing can be moved
                 break
-            factor *= max(quality.kl_mean / max(allocation.kl, 1e-9), 1.05)
+            found = quality.kl_mean / max(allocation.kl, 1e-9)
+            if best is None:
+                factor *= max(found, 1.05)
+            elif best.report.quality is quality and quality.kl_mean < _LOOSE * limit and found < 1:
+                factor *= found**0.5  # half of the way, for what errors do together grows faster than their sum
+            else:
+                break
+        if best is not None:
+            return best
         raise QualityError(
-            f"--max-kl {self.options.max_kl:g}: the nearest allocation found has a mean KL of {quality.kl_mean:.4g} after {number} rounds; "
+            f"--max-kl {limit:g}: the nearest allocation found has a mean KL of {quality.kl_mean:.4g} after {number} rounds; "
             "allow more, or raise --memory-budget"
         )
 

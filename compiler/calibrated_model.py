@@ -67,15 +67,15 @@ class CalibratedModel:
 
     @cached_property
     def noise_floor(self) -> Quality:
-        """The float model run with every value rounded to float16, against the same in bfloat16."""
+        """The float model run with every value rounded to float16, against the same in bfloat16; what float16 cannot hold stays."""
         logits = []
         for dtype in (torch.bfloat16, torch.float16):
 
             def rounded(node: fx.Node, value: Tensor, dtype: torch.dtype = dtype) -> Tensor:
-                return value.to(dtype).float() if isinstance(value, Tensor) and value.is_floating_point() else value
+                return _to_precision(value, dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
             def read(name: str, dtype: torch.dtype = dtype) -> Tensor:
-                return self.read(name).to(dtype).float()
+                return _to_precision(self.read(name), dtype)
 
             logits.append(self.probe.finish(Forward(self.module, self.steps, self.probe.samples), 0, read, rounded))
         meter = QualityMeter()
@@ -109,3 +109,8 @@ class CalibratedModel:
         samples = [torch.from_numpy(sample) for sample in self._load(None, _PROBE_SAMPLES, _BUILTIN_LENGTH).samples]
         builtin = Probe.make(self.module, self.steps, samples, self.read, _BUILTIN_ROWS)
         return surprise(self.probe.reference_nll(), builtin.reference_nll())
+
+
+def _to_precision(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rounded to nearest in `dtype`, but for numbers beyond its range."""
+    return torch.where(value.abs() <= torch.finfo(dtype).max, value.to(dtype).float(), value)
