@@ -20,20 +20,26 @@ from llmc.quantization.quantizer import Quantizer
 from llmc.quantization.work_folder import WorkFolder
 
 
-def quantize(setup: Any, method: str, folder: Path, *, resume: bool = False, **formats: str) -> tuple[QuantizedModel, Quality]:
-    s = setup("gemma3") if callable(setup) else setup
-    probe = Probe.make(s.module, s.steps, s.samples[:3], s.read)
-    quantizer = Quantizer(
+def make_quantizer(s: Any, formats: dict[str, str], method: str, samples: Any, work: WorkFolder, **options: Any) -> Quantizer:
+    return Quantizer(
         s.module,
-        {name: formats.get(name.rpartition(".")[0].rpartition(".")[2], "int4-g32") for name in s.matrices()},
+        formats,
         Method.parse(method),
-        s.samples[3:],
+        samples,
         sources=s.store,
         read=s.store.read,
         decode=decode_matrix,
-        work=WorkFolder(folder, {"method": method}, resume=resume),
+        work=work,
         strength=0.8,
+        **options,
     )
+
+
+def quantize(setup: Any, method: str, folder: Path, *, resume: bool = False, **formats: str) -> tuple[QuantizedModel, Quality]:
+    s = setup("gemma3") if callable(setup) else setup
+    probe = Probe.make(s.module, s.steps, s.samples[:3], s.read)
+    chosen = {name: formats.get(name.rpartition(".")[0].rpartition(".")[2], "int4-g32") for name in s.matrices()}
+    quantizer = make_quantizer(s, chosen, method, s.samples[3:], WorkFolder(folder, {"method": method}, resume=resume))
     model = quantizer.run()
     forward = Forward(quantizer.module, quantizer.steps, probe.samples)
     return model, probe.compare(probe.finish(forward, 0, quantizer.read))
@@ -79,18 +85,8 @@ def test_static_inputs_have_a_step_each_and_survive_a_resume(setup: Callable[...
     found = []
     for resume in (False, True):
         s = setup("llama")
-        quantizer = Quantizer(
-            s.module,
-            dict.fromkeys(s.matrices(), "w8a8"),
-            Method.parse("rtn"),
-            s.samples,
-            sources=s.store,
-            read=s.store.read,
-            decode=decode_matrix,
-            work=WorkFolder(tmp_path / "w", {}, resume=resume),
-            strength=0.8,
-            static_inputs=True,
-        )
+        work = WorkFolder(tmp_path / "w", {}, resume=resume)
+        quantizer = make_quantizer(s, dict.fromkeys(s.matrices(), "w8a8"), "rtn", s.samples, work, static_inputs=True)
         model = quantizer.run()
         steps = {record.name: record.input_step for record in model.records}
         assert all(step is not None and step > 0 for step in steps.values())
@@ -111,17 +107,8 @@ def test_logits_are_never_computed_for_all_tokens(
     ran: list[int] = []
     run = Forward.run
     monkeypatch.setattr(Forward, "run", lambda self, step, *rest: (ran.append(self.steps.index(step)), run(self, step, *rest)))
-    Quantizer(
-        s.module,
-        dict.fromkeys(s.matrices(), "int4-g32"),
-        Method.parse("awq+gptq"),
-        s.samples,
-        sources=s.store,
-        read=s.store.read,
-        decode=decode_matrix,
-        work=WorkFolder(tmp_path / "w", {}, resume=False),
-        strength=0.8,
-    ).run()
+    work = WorkFolder(tmp_path / "w", {}, resume=False)
+    make_quantizer(s, dict.fromkeys(s.matrices(), "int4-g32"), "awq+gptq", s.samples, work).run()
     assert max(ran) == len(s.steps) - 2
 
 
