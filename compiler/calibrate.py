@@ -80,10 +80,14 @@ class TargetQuantizer:
         self._check_use(backend.target.name, backend.candidates if budget.is_limited else tuple(default.values()))
         limit, factor = self.options.max_kl, 1.0
         best: Calibrated | None = None
+        tried: object = None
         for number in range(1, _ROUNDS + 1):
             allocation = budget.allocate(factor) if budget.is_limited else None
             chosen = {} if allocation is None else budget.matrix_formats(allocation)
             kv_layers = budget.kv_layers(allocation)
+            if best is not None and tried == (chosen, kv_layers):  # there is nothing smaller
+                break
+            tried = chosen, kv_layers
             formatted = make_backend(backend.target, replace(program_options, formats=chosen, kv_layers=kv_layers))
             self.progress.stage(f"quantize, round {number}" if number > 1 else "quantize")
             quantizer = self._quantizer(formatted, chosen or default)
